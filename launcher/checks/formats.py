@@ -1,4 +1,4 @@
-"""Refuses 8-bit formats that an engine cannot load or compute with, and warns of formats with little gain. Pure: no torch."""
+"""Refuses 8-bit formats that an engine cannot compute with, and warns of formats with little gain. Pure: no torch."""
 
 import difflib
 from collections.abc import Iterator, Mapping

@@ -28,6 +28,7 @@ def ladder_of(checked: CheckedRun, say: Callable[[str], None]) -> tuple[Action, 
         guard,
         cap=correction.cap if correction.mode in CAPPED_MODES else None,
         layers_in_8_bits=len(layers),
+        kv_in_8_bits=config.engine.kv_format != "bf16",
         overlap=config.planner.overlap,
     )
     possible = []
@@ -51,7 +52,7 @@ def guarded(checked: CheckedRun, actions: Sequence[Action], state: GuardState) -
 def engines_of(config: RunConfig, settings: InForce) -> RunConfig:
     """The configuration whose engines hold weights as `settings` say; unchanged where they say nothing."""
     if settings.bf16_rollouts:
-        engine = config.engine.model_copy(update={"format": "bf16"})
+        engine = config.engine.model_copy(update={"format": "bf16", "kv_format": "bf16"})
     elif settings.layers:
         modules = (*config.engine.bf16_modules, *(f"*.layers.{layer}.*" for layer in sorted(settings.layers)))
         engine = config.engine.model_copy(update={"bf16_modules": modules})

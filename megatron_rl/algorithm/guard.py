@@ -50,7 +50,7 @@ class Action:
             case "overlap":
                 return f"planner.overlap = {self.value:g}"
             case "bf16_rollouts":
-                return "engine.format = bf16"
+                return "engine.format = engine.kv_format = bf16"
 
     @property
     def restarts_engines(self) -> bool:
@@ -183,20 +183,23 @@ def reason(seen: Observation, config: GuardConfig) -> str:
     )
 
 
-def ladder(config: GuardConfig, *, cap: float | None, layers_in_8_bits: int, overlap: int) -> tuple[Action, ...]:
+def ladder(
+    config: GuardConfig, *, cap: float | None, layers_in_8_bits: int, kv_in_8_bits: bool, overlap: int
+) -> tuple[Action, ...]:
     """All actions of a run, cheapest first.
 
     Args:
         config: the guard's rules.
         cap: of the correction; None for a mode without one.
-        layers_in_8_bits: decoder layers with 8-bit weights; 0 for BF16 engines.
+        layers_in_8_bits: decoder layers with 8-bit weights; 0 if all are BF16.
+        kv_in_8_bits: whether engines hold keys and values in 8 bits.
         overlap: steps that are sampled ahead.
     """
     actions = [Action(kind="cap", value=value) for value in config.caps if cap is not None and value < cap]
     counts = sorted({math.ceil(share * layers_in_8_bits) for share in config.bf16_layers if layers_in_8_bits})
     actions += [Action(kind="bf16_layers", value=count) for count in counts if count < layers_in_8_bits]
     actions += [Action(kind="overlap", value=value) for value in reversed(range(overlap)) if config.lower_overlap]
-    if layers_in_8_bits and config.bf16_rollouts:
+    if (layers_in_8_bits or kv_in_8_bits) and config.bf16_rollouts:
         actions.append(Action(kind="bf16_rollouts", value=1))
     return tuple(actions)
 

@@ -175,8 +175,8 @@ class Publisher:
         if bad:
             fault = (
                 f"weight version {version}: the probe's log-probabilities differ from the trainer's by "
-                f"{max(bad.values()):.3g} nats on average; the bound is {self._max_probe_gap} "
-                "(engine.probe_max_logprob_gap)"
+                f"{max(bad.values()):.3g} nats on average; the bound is {self._max_probe_gap:.3g} "
+                "(engine.probe_max_logprob_gap, and engine.probe_max_kv_gap with FP8 keys and values)"
             )
             self._fence(dict.fromkeys(bad, fault))
         return tuple(gaps.values())

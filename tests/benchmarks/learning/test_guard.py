@@ -37,8 +37,8 @@ def test_the_control_must_lose_accuracy_which_the_guard_brings_back_and_a_health
 def test_starts_of_engines_are_counted_from_the_runs_events(tmp_path: Path) -> None:
     lines = (
         "step 2, level 1 of 3: set 1 layer(s) with the worst SQNR in BF16: 0; ESS ..",
-        "step 3, level 2 of 3: advise engine.format = bf16; ESS ..",
-        "step 4, level 3 of 3: set engine.format = bf16; ESS ..",
+        "step 3, level 2 of 3: advise engine.format = engine.kv_format = bf16; ESS ..",
+        "step 4, level 3 of 3: set engine.format = engine.kv_format = bf16; ESS ..",
         "step 5, level 3 of 3: set correction.cap = 1.5; ESS ..",
     )
     rows = [json.dumps({"actor": "guard", "activity": line, "start_s": 0, "end_s": 0}) + "\n" for line in lines]

@@ -112,6 +112,10 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["unknown key `algorithm.advantage.sahre`; did you mean `share`? its settings: share"],
         ),
         (["algorithm.advantage=dr_grpo"], ["set aggregation to seq_mean_token_sum_norm"]),
+        (
+            ["engine.kv_format=fp8", "publish.in_flight=keep_kv"],
+            ["`engine.kv_format` = fp8", "`publish.in_flight` = keep_kv", "set in_flight to recompute"],
+        ),
         (["evaluation.sets.train.path=nowhere.jsonl"], ["`evaluation.sets.train` has the name of a training file"]),
         (
             ["data.train.0.name=math", "evaluation.sets.train.path=nowhere.jsonl"],
@@ -297,13 +301,14 @@ def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, mod
         check_eval(config)
 
 
-def test_an_evaluation_has_no_memory_plan_that_could_size_its_cache(tmp_path: Path, model_dir: Path) -> None:
+def test_an_evaluation_has_neither_a_memory_plan_nor_a_publish(tmp_path: Path, model_dir: Path) -> None:
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "1", "answer": "2"}\n')
     one = {"path": str(data), "max_response_tokens": 64}
-    engine = {"gpu_memory_fraction": 0.9}
+    engine = {"gpu_memory_fraction": 0.9, "kv_format": "fp8"}
     config = EvalConfig.model_validate(
         {"model": str(model_dir), "sets": {"a": one}, "max_prompt_tokens": 64, "engine": engine}
     )
-    with pytest.raises(ConfigError, match=r"no memory plan; set\s+`engine.kv_cache_bytes` instead"):
+    with pytest.raises(ConfigError, match=r"no memory plan; set\s+`engine.kv_cache_bytes` instead") as error:
         check_eval(config)
+    assert "`engine.kv_format` = fp8: a publish sets its scales" in str(error.value)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from launcher.checks.formats import weight_format_problems, weight_format_warnings
+from launcher.checks.formats import kv_format_problems, weight_format_problems, weight_format_warnings
 from launcher.cluster.node import NodeResources
 from megatron_rl.model.spec import Experts, ModelSpec
 from rollout.config import EngineConfig
@@ -108,3 +108,18 @@ def test_small_models_on_gpus_and_emulation_on_cpus_cause_a_warning() -> None:
     assert warnings("int8", GPU, replace(QWEN_7B, num_layers=64)) == []
     assert "emulated" in warnings("fp8_block", CPU)[0]
     assert warnings("int8", CPU) == warnings("bf16", GPU) == []
+
+
+def test_fp8_keys_and_values_are_refused_where_attention_cannot_compute_with_them() -> None:
+    narrow = replace(QWEN_7B, head_dim=80)
+    for node, spec in ((CPU, QWEN_7B), (GPU, narrow), (replace(GPU, gpu_capability=(8, 9)), narrow)):
+        assert kv_format_problems(spec, "fp8", node) == []
+    refused = {
+        "heads of the model have size 80, and vLLM needs a multiple of 32 on a CPU": (CPU, narrow),
+        "this node's CPU has no AVX-512": (replace(CPU, has_avx512=False), QWEN_7B),
+        "compute capability 8.0, and FP8 needs 8.9": (replace(GPU, gpu_capability=(8, 0)), QWEN_7B),
+    }
+    for reason, (node, spec) in refused.items():
+        (found,) = kv_format_problems(spec, "fp8", node)
+        assert found.startswith("`engine.kv_format` = fp8: ") and reason in found and found.endswith("set it to bf16")
+        assert kv_format_problems(spec, "bf16", node) == []

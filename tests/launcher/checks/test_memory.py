@@ -90,6 +90,7 @@ def test_int8_halves_the_linear_layers_and_nothing_else(tmp_path: Path) -> None:
 def test_keys_and_values_of_a_token_have_the_expected_bytes(tmp_path: Path) -> None:
     assert kv_bytes_per_token(spec_of(tmp_path), tensor_parallel=1) == 3 * 2 * 2 * 32 * 2
     assert kv_bytes_per_token(spec_of(tmp_path), tensor_parallel=2) == 3 * 2 * 1 * 32 * 2
+    assert kv_bytes_per_token(spec_of(tmp_path), tensor_parallel=2, kv_format="fp8") == 3 * 2 * 1 * 32
 
 
 def test_each_named_setting_shrinks_its_item(tmp_path: Path) -> None:

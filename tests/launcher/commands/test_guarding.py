@@ -49,7 +49,7 @@ def test_a_run_has_the_actions_that_change_something(write_config: Write, node: 
 
 
 def test_the_engines_of_a_level_differ_only_in_their_formats(write_config: Write, node: NodeResources) -> None:
-    run = checked(write_config, node, *ACT)
+    run = checked(write_config, node, *ACT, "engine.kv_format=fp8")
     actions = ladder_of(run, lambda line: None)
     assert guarded(run, actions, GuardState(level=2)) is run
     in_layers = guarded(run, actions, GuardState(level=3, layers=(2,)))
@@ -57,7 +57,7 @@ def test_the_engines_of_a_level_differ_only_in_their_formats(write_config: Write
     name = "model.layers.{}.mlp.down_proj.weight"
     assert [in_layers.format.excepts(name.format(layer), 4) for layer in range(4)] == [True, False, True, True]
     last = guarded(run, actions, GuardState(level=5, layers=(2,)))
-    assert last.format.name == "bf16"
+    assert last.format.name == "bf16" and last.config.engine.kv_format == "bf16"
     assert last.config.model_copy(update={"engine": run.config.engine}) == run.config
     assert guarded(run, actions, GuardState(level=5, is_advice=True)) is run
     advised = checked(write_config, node, *ACT, "algorithm.guard.mode=advise")
@@ -69,7 +69,7 @@ def test_engines_that_do_not_fit_are_no_action(write_config: Write, node: NodeRe
     full = replace(run, nodes=(replace(node, available_bytes=1),))
     found, said = kinds(full)
     assert found == ["cap", "cap", "overlap"]
-    assert len(said) == 3 and "engine.format = bf16 is no action of this run: " in said[1]
+    assert len(said) == 3 and "engine.format = engine.kv_format = bf16 is no action of this run: " in said[1]
 
 
 def test_a_change_of_formats_goes_on_from_its_checkpoint_with_the_engines_of_the_level(

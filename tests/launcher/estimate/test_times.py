@@ -74,9 +74,11 @@ def test_seats_are_bound_by_the_key_that_is_named() -> None:
     assert (few.seats, few.seats_by) == (3, "engine.max_num_seqs")
     small = rollout_estimate(planned(engine={"kv_cache_bytes": KV_BYTES * 200 * 5}), given())
     assert (small.seats, small.seats_by) == (5, "engine.kv_cache_bytes")
+    codes = rollout_estimate(planned(engine={"kv_cache_bytes": KV_BYTES * 200 * 5, "kv_format": "fp8"}), given())
+    assert (codes.seats, codes.seats_by) == (10, "engine.kv_cache_bytes")
     short = rollout_estimate(planned(algorithm={"prompts_per_step": 2, "group_size": 2}), given())
     assert (short.seats, short.seats_by) == (4, "algorithm.prompts_per_step")
-    for estimate in (few, small, short):
+    for estimate in (few, small, codes, short):
         assert estimate.seconds >= estimate.saturated_s
 
 

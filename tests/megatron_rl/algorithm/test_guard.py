@@ -117,7 +117,7 @@ def test_a_state_survives_its_file():
 
 
 def test_actions_are_ordered_by_cost_and_only_those_that_change_something_exist():
-    found = ladder(GuardConfig(), cap=2.0, layers_in_8_bits=8, overlap=2)
+    found = ladder(GuardConfig(), cap=2.0, layers_in_8_bits=8, kv_in_8_bits=False, overlap=2)
     assert [(action.kind, action.value) for action in found] == [
         ("cap", 1.5),
         ("cap", 1.2),
@@ -127,10 +127,12 @@ def test_actions_are_ordered_by_cost_and_only_those_that_change_something_exist(
         ("overlap", 0),
         ("bf16_rollouts", 1),
     ]
-    assert ladder(GuardConfig(), cap=None, layers_in_8_bits=0, overlap=0) == ()
-    assert ladder(GuardConfig(), cap=1.3, layers_in_8_bits=0, overlap=0) == (Action(kind="cap", value=1.2),)
-    one_layer = ladder(GuardConfig(), cap=None, layers_in_8_bits=1, overlap=0)
+    assert ladder(GuardConfig(), cap=None, layers_in_8_bits=0, kv_in_8_bits=False, overlap=0) == ()
+    assert ladder(GuardConfig(), cap=1.3, layers_in_8_bits=0, kv_in_8_bits=False, overlap=0) == (Action(kind="cap", value=1.2),)
+    one_layer = ladder(GuardConfig(), cap=None, layers_in_8_bits=1, kv_in_8_bits=False, overlap=0)
     assert [action.kind for action in one_layer] == ["bf16_rollouts"]
+    keys_and_values = ladder(GuardConfig(), cap=None, layers_in_8_bits=0, kv_in_8_bits=True, overlap=0)
+    assert [action.kind for action in keys_and_values] == ["bf16_rollouts"]
 
 
 def test_layers_with_the_worst_measured_sqnr_come_first_and_stay_chosen():

@@ -55,7 +55,7 @@ def test_levels_put_their_settings_in_force_and_each_action_is_one_line():
         "step 1, level 1 of 4: set correction.cap = 1.5; ESS 0.9000 (at least 0.95), k3 6.00e-02"
     )
     assert "set 2 layer(s) with the worst SQNR in BF16: 0, 1" in lines[1]
-    assert lines[4].startswith("step 7, level 3 of 4: take back engine.format = bf16")
+    assert lines[4].startswith("step 7, level 3 of 4: take back engine.format = engine.kv_format = bf16")
     assert len(lines) == 5
 
 

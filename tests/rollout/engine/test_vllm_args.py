@@ -17,7 +17,9 @@ from rollout.engine.vllm_args import (
 from rollout.stop_ids import end_of_sequence_ids
 
 
-def arguments(checkpoints, *, load: bool = False, drafts: DraftSpec | None = None, **config: object):
+def arguments(
+    checkpoints, *, load: bool = False, drafts: DraftSpec | None = None, in_flight: str = "recompute", **config: object
+):
     spec = EngineSpec(
         engine_id=0,
         run_id="run",
@@ -25,6 +27,7 @@ def arguments(checkpoints, *, load: bool = False, drafts: DraftSpec | None = Non
         directory=str(checkpoints.path("qwen3", "A", "bf16")),
         max_model_len=123,
         load_from_directory=load,
+        in_flight=in_flight,
         drafts=drafts,
     )
     return engine_arguments(spec)
@@ -95,6 +98,22 @@ def test_bf16_needs_no_override(checkpoints):
 def test_an_engine_that_loads_a_directory_uses_its_own_format(checkpoints):
     found = arguments(checkpoints, load=True, format="int8")
     assert found.load_format == "auto" and found.hf_overrides == {}
+
+
+def test_fp8_keys_and_values_need_publishes_that_set_their_scales(checkpoints):
+    assert arguments(checkpoints).kv_cache_dtype == "auto"
+    assert arguments(checkpoints, kv_format="fp8").kv_cache_dtype == "fp8"
+    with pytest.raises(ValueError, match="kv_format fp8: .* an engine of a directory has none"):
+        arguments(checkpoints, kv_format="fp8", load=True)
+    with pytest.raises(ValueError, match=r"kv_format fp8: .* publish.in_flight cannot be keep_kv"):
+        arguments(checkpoints, kv_format="fp8", in_flight="keep_kv")
+
+
+def test_the_bound_of_a_probe_has_the_roundings_of_keys_and_values():
+    gaps = {"bf16": 0.3, "int8": 0.6}
+    assert EngineConfig(probe_max_logprob_gap=gaps, probe_max_kv_gap=0.4).max_probe_gap == 0.3
+    of_codes = EngineConfig(probe_max_logprob_gap=gaps, probe_max_kv_gap=0.4, kv_format="fp8")
+    assert of_codes.max_probe_gap == pytest.approx(0.5)
 
 
 def test_a_baseline_engine_has_no_speculative_config(checkpoints):
