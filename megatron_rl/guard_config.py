@@ -34,7 +34,8 @@ class GuardConfig(Config):
     lower_overlap: bool = True
     """Lower `planner.overlap` by one at a time, down to 0."""
     bf16_rollouts: bool = True
-    """As the last action, sample with BF16 weights, keys and values. Engines and trainer start again from a checkpoint for it."""
+    """As the last action, sample with BF16 weights, keys and values. Engines and trainer start again from a
+    checkpoint for it."""
 
     @field_validator("mode", mode="before")
     @classmethod

@@ -113,7 +113,7 @@ class EngineConfig(Config):
 
     @property
     def max_probe_gap(self) -> float:
-        """Largest mean absolute difference of a probe: roundings of weights, and of keys and values, are independent."""
+        """Bound of a probe's difference. Roundings of weights are independent of those of keys and values."""
         of_weights = self.probe_max_logprob_gap[self.format]
         return math.hypot(of_weights, self.probe_max_kv_gap) if self.kv_format == "fp8" else of_weights
 

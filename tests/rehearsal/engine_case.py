@@ -1,4 +1,4 @@
-"""An engine starts, sleeps, takes two publishes, samples and ends: `engine_case FORMAT DRAFTS SLEEP EAGER`."""
+"""An engine starts, sleeps, takes two publishes, samples, ends: `engine_case FORMAT DRAFTS SLEEP EAGER KV_FORMAT`."""
 
 import asyncio
 import os
@@ -42,12 +42,15 @@ GROUP = PromptGroup(
 )
 
 
-def spec_of(directory: Path, segments: str, format: str, drafts: bool, sleep: int, eager: bool) -> EngineSpec:
+def spec_of(
+    directory: Path, segments: str, format: str, drafts: bool, sleep: int, eager: bool, kv_format: str
+) -> EngineSpec:
     return EngineSpec(
         engine_id=0,
         run_id=RUN_ID,
         config=EngineConfig(
             format=format,
+            kv_format=kv_format,
             bf16_first_layers=0,
             bf16_last_layers=0,
             sleep_level=sleep,
@@ -93,12 +96,12 @@ class Case:
         assert (drafted > 0) == (self.engine.spec.drafts is not None), drafted
 
 
-def main(format: str, drafts: str, sleep: str, eager: str) -> None:
+def main(format: str, drafts: str, sleep: str, eager: str, kv_format: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = save_checkpoint(Path(folder) / "model", FAMILY, make_weights(FAMILY, 1), "bf16")
         segments = Path("/dev/shm") / f"mrl-rehearsal-{os.getpid()}"
         segments.mkdir()
-        case = Case(spec_of(directory, str(segments), format, drafts == "1", int(sleep), eager == "1"))
+        case = Case(spec_of(directory, str(segments), format, drafts == "1", int(sleep), eager == "1", kv_format))
         try:
             rehearse(case, sleeps=sleep != "0")
         finally:

@@ -32,8 +32,8 @@ class Case:
     """Torch keeps freed memory, which CUDA IPC needs. A new tensor is not zero then, although no kernel fills it."""
 
 
-def engine(format: str, *, drafts: bool = True, sleep: int = 0, eager: bool = True) -> Case:
-    return Case(script="engine_case", arguments=(format, str(int(drafts)), str(sleep), str(int(eager))))
+def engine(format: str, *, drafts: bool = True, sleep: int = 0, eager: bool = True, kv_format: str = "bf16") -> Case:
+    return Case(script="engine_case", arguments=(format, str(int(drafts)), str(sleep), str(int(eager)), kv_format))
 
 
 def trainer(fp8: str, format: str, recompute: str = "none") -> Case:
@@ -65,6 +65,7 @@ CASES: dict[str, Case] = {
     "engine int8, drafts": engine("int8"),
     "engine fp8_block, drafts": engine("fp8_block"),
     "engine fp8_channel, drafts, CUDA graphs, sleep level 2": engine("fp8_channel", sleep=2, eager=False),
+    "engine int8, FP8 keys and values, drafts, CUDA graphs": engine("int8", eager=False, kv_format="fp8"),
     "trainer bf16 to int8": trainer("none", "int8"),
     "trainer bf16 to fp8_channel, recompute": trainer("none", "fp8_channel", "full"),
     "trainer blockwise to fp8_block": trainer("blockwise", "fp8_block"),

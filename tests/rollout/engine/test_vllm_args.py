@@ -103,7 +103,7 @@ def test_an_engine_that_loads_a_directory_uses_its_own_format(checkpoints):
 def test_fp8_keys_and_values_need_publishes_that_set_their_scales(checkpoints):
     assert arguments(checkpoints).kv_cache_dtype == "auto"
     assert arguments(checkpoints, kv_format="fp8").kv_cache_dtype == "fp8"
-    with pytest.raises(ValueError, match="kv_format fp8: .* an engine of a directory has none"):
+    with pytest.raises(ValueError, match=r"kv_format fp8: .* an engine of a directory has none"):
         arguments(checkpoints, kv_format="fp8", load=True)
     with pytest.raises(ValueError, match=r"kv_format fp8: .* publish.in_flight cannot be keep_kv"):
         arguments(checkpoints, kv_format="fp8", in_flight="keep_kv")
