@@ -112,6 +112,11 @@ class EngineConfig(Config):
     """Further engine arguments of vLLM. They are passed unchanged and checked by vLLM."""
 
     @property
+    def formats(self) -> str:
+        """Label of figures that the engines measure: their weight format, and that of keys and values unless BF16."""
+        return self.format if self.kv_format == "bf16" else f"{self.format}_kv_{self.kv_format}"
+
+    @property
     def max_probe_gap(self) -> float:
         """Bound of a probe's difference. Roundings of weights are independent of those of keys and values."""
         of_weights = self.probe_max_logprob_gap[self.format]

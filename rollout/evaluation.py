@@ -28,7 +28,7 @@ class EvaluationRow:
     data_source: str
     """Data source of the rows that the figure covers; `all` for the whole set."""
     format: str
-    """Weight format of the engine: `bf16`, `int8`, ..."""
+    """Formats of the engine: `bf16`, `int8`, `int8_kv_fp8` with keys and values in FP8, ..."""
     step: int
     """Finished steps of the run whose weights were evaluated; 0 is before training."""
     num_prompts: int

@@ -116,6 +116,11 @@ def test_the_bound_of_a_probe_has_the_roundings_of_keys_and_values():
     assert of_codes.max_probe_gap == pytest.approx(0.5)
 
 
+def test_figures_of_an_engine_name_the_format_of_its_keys_and_values():
+    # evaluations of a run with FP8 keys and values must not be mixed with those of BF16 engines
+    assert [EngineConfig(format="bf16", kv_format=each).formats for each in ("bf16", "fp8")] == ["bf16", "bf16_kv_fp8"]
+
+
 def test_a_baseline_engine_has_no_speculative_config(checkpoints):
     found = arguments(checkpoints)
     assert found.speculative_config is None and found.additional_config["drafts"] is None
