@@ -225,13 +225,13 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         Runs one forward outside the scheduler, which must be paused. The forward writes to blocks of the key-value
         cache that may belong to a response, so their contents are saved and restored.
         """
-        with self._probe_order(token_ids) as order:
+        with self._probing(token_ids) as order:
             return self._run_probe(order)
 
     def set_kv_scales(self, token_ids: list[int]) -> None:
         """Set the scales of keys and values in FP8 by a forward of a prompt; nothing may be cached."""
         layers = kv_scales.attention_layers(self.vllm_config)
-        with self._probe_order(token_ids) as order, kv_scales.setting_scales(layers):
+        with self._probing(token_ids) as order, kv_scales.setting_scales(layers):
             self._run_probe(order)
 
     def kv_scales(self) -> list[list[object]]:
@@ -239,7 +239,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         return kv_scales.scales(kv_scales.attention_layers(self.vllm_config))
 
     @contextmanager
-    def _probe_order(self, token_ids: list[int]) -> Iterator[SchedulerOutput]:
+    def _probing(self, token_ids: list[int]) -> Iterator[SchedulerOutput]:
         """Order of one forward of a prompt; the cache blocks that the forward writes are restored afterwards."""
         limit = self.scheduler_config.max_num_batched_tokens
         if len(token_ids) > limit:

@@ -19,7 +19,7 @@ from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.usage.usage_lib import UsageContext
 
 from megatron_rl.model.spec import read_model_spec
-from rollout.config import EngineConfig, Format
+from rollout.config import EngineConfig, Format, KvFormat
 from rollout.engine.spec import DraftSpec, EngineSpec
 from rollout.engine.vllm_args import MOST_GRAPH_TOKENS, WORKER, engine_arguments
 from tests.rehearsal.stages import stage
@@ -31,12 +31,15 @@ VLLM_GRAPH_TOKENS = 512
 """Most tokens of a forward for which vLLM captures a graph by itself."""
 
 
-def spec_of(model: str, format: Format, drafts: bool, sleep_level: int, ranks: int) -> EngineSpec:
+def spec_of(
+    model: str, format: Format, drafts: bool, sleep_level: int, ranks: int, kv_format: KvFormat = "bf16"
+) -> EngineSpec:
     return EngineSpec(
         engine_id=0,
         run_id="rehearsal",
         config=EngineConfig(
             format=format,
+            kv_format=kv_format,
             tensor_parallel=ranks,
             sleep_level=sleep_level,
             max_num_seqs=256,
@@ -60,6 +63,8 @@ def check(config: VllmConfig, spec: EngineSpec) -> None:
         "sizes of graphs": max(graphs.cudagraph_capture_sizes)
         == min(most, MOST_GRAPH_TOKENS if spec.drafts else VLLM_GRAPH_TOKENS),
         "bytes of keys and values": config.cache_config.kv_cache_memory_bytes == KV_BYTES,
+        "format of keys and values": config.cache_config.cache_dtype.startswith("fp8")
+        == (spec.config.kv_format == "fp8"),
         "sleep": config.model_config.enable_sleep_mode == (spec.config.sleep_level > 0),
         "ranks": config.parallel_config.tensor_parallel_size == spec.config.tensor_parallel,
         "the worker": config.parallel_config.worker_cls == WORKER,
@@ -71,6 +76,8 @@ def check(config: VllmConfig, spec: EngineSpec) -> None:
 def main(model: str) -> None:
     heads = read_model_spec(MODELS / model)
     divides = [ranks for ranks in (1, 4, 8) if heads.num_heads % ranks == heads.num_kv_heads % ranks == 0]
+    in_fp8 = spec_of(model, "bf16", drafts=True, sleep_level=0, ranks=1, kv_format="fp8")
+    stage("bf16, keys and values in FP8", lambda: check(_config(in_fp8), in_fp8))
     for format in get_args(Format):
         for drafts, sleep_level, ranks in itertools.product((False, True), (0, 1, 2), divides):
             spec = spec_of(model, format, drafts, sleep_level, ranks)
