@@ -80,16 +80,16 @@ def _after_setting(name: str, update: Callable[..., None], missing: set[str]) ->
         layer: Attention, key: torch.Tensor, value: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor
     ) -> None:
         written = slots >= 0  # further rows pad the forward to the size of a graph and hold anything
-        rows = slice(len(slots))
-        set_scales(layer, key=_largest(key[rows][written]), value=_largest(value[rows][written]))
+        set_scales(layer, key=_largest(key, written), value=_largest(value, written))
         missing.discard(name)
         update(layer, key, value, cache, slots)
 
     return set_and_update
 
 
-def _largest(numbers: torch.Tensor) -> float:
-    return float(numbers.abs().amax())
+def _largest(numbers: torch.Tensor, written: torch.Tensor) -> float:
+    """Largest absolute number [rows, heads, size] of the rows that are written."""
+    return float(numbers[: len(written)].abs().masked_fill(~written.view(-1, 1, 1), 0).amax())
 
 
 def set_scales(layer: Attention, *, key: float, value: float) -> None:
