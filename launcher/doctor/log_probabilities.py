@@ -27,11 +27,12 @@ from launcher.run_dir.console import RunProgress
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.publish_refusal import PublishRefusedError
 from megatron_rl.controller.publisher import Publisher, probe_tokens
+from megatron_rl.trainer.messages import ProbeResult
 from rollout.types import WeightVersion
 
-MAX_REFERENCE_GAP = {"fp32": 1e-3, "bf16": 0.05}
-"""Mean absolute difference between trainer and Hugging Face in nats, by the dtype of the trainer. Two FP32
-implementations differ in the order of their sums; BF16 has 8 bits of precision in every layer."""
+MAX_REFERENCE_GAP = {"fp32": 1e-3, "bf16": 0.1}
+"""Mean absolute difference between trainer and Hugging Face, in nats per nat of the spread (`ProbeResult.spread`), by
+the dtype of the trainer. Two FP32 implementations differ in the order of their sums; BF16 has 8 bits in every layer."""
 
 Logprobs = npt.NDArray[np.float32]
 
@@ -116,12 +117,13 @@ def trainer_line(own: Logprobs, expected: Logprobs, *, bound: float) -> Check:
     Args:
         own: log-probabilities by the trainer, [tokens - 1].
         expected: log-probabilities by Hugging Face, [tokens - 1].
-        bound: largest mean absolute difference, in nats.
+        bound: largest mean absolute difference, in nats per nat of the spread of `expected`.
     """
+    bound *= ProbeResult(logprobs=expected).spread
     gap = float(np.abs(own.astype(np.float64) - expected).mean())
     wrong = (
-        f"the bound is {bound} nats; the trainer does not compute what Hugging Face computes with these weights: do "
-        "not train this model"
+        f"the bound is {bound:.3g} nats; the trainer does not compute what Hugging Face computes with these weights: "
+        "do not train this model"
     )
     problem = "" if gap <= bound else wrong
     return Check(name="trainer", value=f"{gap:.2g} nats from Hugging Face, mean of {len(own)} tokens", problem=problem)

@@ -147,7 +147,7 @@ _PUBLISH: tuple[Row, ...] = (
         "nats per token",
         "max over engines of the mean over probe tokens",
         "Gap of log-probabilities for one fixed prompt.",
-        "below `engine.probe_max_logprob_gap`, and `engine.probe_max_kv_gap` in squares with FP8 keys and values",
+        "below `engine.probe_max_logprob_gap` times the spread; with FP8 keys and values both bounds, in squares",
     ),
     ("publish/sqnr_db", "dB", "ratio of sums over sampled codes", "Signal over quantisation noise of the model.", ""),
     ("publish/sqnr_db/layer_{layer}", "dB", "ratio of sums over sampled codes", "The same for one layer.", ""),

@@ -71,7 +71,8 @@ class Publisher:
     ) -> None:
         """Publish by `delivery`, which must be connected.
 
-        `plan` equals the trainer's (`plan_reshard` of the same arguments). `max_probe_gap` is in nats. With
+        `plan` equals the trainer's (`plan_reshard` of the same arguments). `max_probe_gap` is in nats per nat of
+        `ProbeResult.spread`. With
         `drain_timeout_s`, engines finish their responses before weights are sent, within that time. `make_room` is
         called after the trainer's last part in a publish, and engines forward only afterwards.
         """
@@ -171,11 +172,12 @@ class Publisher:
         proving = proving or self._engines.begin_probe(self._probe_tokens)
         probed = self._engines.wait(proving, timeout_s=self._timeout_s)
         gaps = {engine: _gap(logprobs, reference) for engine, logprobs in probed.items()}
-        bad = {engine: gap for engine, gap in gaps.items() if not gap <= self._max_probe_gap}
+        bound = self._max_probe_gap * reference.spread
+        bad = {engine: gap for engine, gap in gaps.items() if not gap <= bound}
         if bad:
             fault = (
                 f"weight version {version}: the probe's log-probabilities differ from the trainer's by "
-                f"{max(bad.values()):.3g} nats on average; the bound is {self._max_probe_gap:.3g} "
+                f"{max(bad.values()):.3g} nats on average; the bound is {bound:.3g} "
                 "(engine.probe_max_logprob_gap, and engine.probe_max_kv_gap with FP8 keys and values)"
             )
             self._fence(dict.fromkeys(bad, fault))

@@ -57,7 +57,7 @@ class Engines:
 
 class Trainer:
     def __init__(self, log, tensor="w"):
-        self.log, self.tensor = log, tensor
+        self.log, self.tensor, self.logprobs = log, tensor, REFERENCE
 
     def published_fingerprint(self, *, timeout_s):
         self.log.append("trainer sums up")
@@ -65,7 +65,7 @@ class Trainer:
 
     def probe(self, token_ids, *, timeout_s):
         self.log.append(f"trainer probes {len(token_ids)} tokens")
-        return ProbeResult(logprobs=REFERENCE)
+        return ProbeResult(logprobs=self.logprobs)
 
 
 class Delivery:
@@ -166,6 +166,20 @@ def test_engines_probe_only_after_the_trainer_offloaded():
     log = []
     publisher(log, [REFERENCE, REFERENCE], make_room=lambda: log.append("make room")).publish(3)
     assert log[-5:] == ["trainer probes 8 tokens", "make room", "probe begins", "probe ends", "resume"]
+
+
+def test_the_bound_of_the_probe_grows_with_the_spread_because_rounding_does():
+    """Confident models have log-probabilities far apart: a healthy BF16 engine then differs by more than 0.1 nats."""
+    confident = 4 * REFERENCE
+    assert ProbeResult(logprobs=confident).spread == pytest.approx(np.std(confident)) == pytest.approx(8 / 3)
+    assert ProbeResult(logprobs=REFERENCE).spread == 1.0
+    served = publisher([], [confident + 0.25])
+    served._trainer.logprobs = confident
+    assert served.publish(3).probe_gaps == pytest.approx((0.25,))
+    refused = publisher([], [confident + 0.28])
+    refused._trainer.logprobs = confident
+    with pytest.raises(RuntimeError, match=r"0\.28 nats on average; the bound is 0\.267"):
+        refused.publish(3)
 
 
 @pytest.mark.parametrize("wrong", [REFERENCE + 0.2, np.full(7, np.nan, dtype=np.float32)], ids=["far off", "nan"])

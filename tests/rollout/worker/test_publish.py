@@ -86,7 +86,8 @@ def test_bf16_linears_are_not_quantised(oracle):
 
 def test_an_engine_with_another_rotary_embedding_fails_the_probe_despite_right_weights(oracle):
     found, expected = oracle.answers["push-into-another-rope"][1]["probe"], oracle.fresh("qwen3", "A", "bf16")["probe"]
-    assert np.abs(np.subtract(found, expected)).mean() > EngineConfig().probe_max_logprob_gap["bf16"]
+    bound = EngineConfig().probe_max_logprob_gap["bf16"] * max(1.0, float(np.std(expected)))
+    assert np.abs(np.subtract(found, expected)).mean() > 2 * bound
 
 
 @pytest.mark.parametrize("format", ["fp8_block"])
