@@ -17,6 +17,9 @@ N: responses of a group; T: response tokens of a micro batch. The type of a func
 it is (`plug_in`); the controller's functions know numpy only. Every function of one's own replaces one of a built-in
 stage; the correction is one composed function (`CorrectionConfig`), because its metrics belong to its modes.
 
+A response token that the policy has not sampled (`loss_mask`) has no share of a loss, of a mean or of a metric, and
+the correction does not see it. A mean over a sequence is `LossInputs.sequence_mean`.
+
 `ref` and `values` are columns of further models: a function declares them by `@needs`, and the trainer runs those
 forwards only if one does.
 """

@@ -9,9 +9,10 @@ T: response tokens of a micro batch, sequence after sequence (no prompt, no padd
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
-from megatron_rl.algorithm.sequences import spread
+from megatron_rl.algorithm.sequences import sequence_sum, spread
 from megatron_rl.stages import Column
 
 LOG_RATIO_BOUND = 20.0
@@ -53,13 +54,13 @@ class LossInputs:
     """[T], each token's share of the mini batch's mean; see `megatron_rl.algorithm.aggregation`. 0 for a token that
     does not count."""
     loss_mask: Tensor
-    """[T] bool, which tokens the policy has sampled."""
+    """[T] bool, which tokens the policy has sampled. Others have no share of the loss, of a mean or of a metric."""
     staleness: Tensor
     """[B] int64, policy versions."""
     lengths: Tensor
     """[B] int64 response tokens per sequence; sums to T."""
     num_tokens: int
-    """Response tokens of the mini batch over all ranks: denominator of metrics and of the entropy bonus."""
+    """Sampled tokens of the mini batch over all ranks: denominator of metrics and of the entropy bonus."""
     further: Columns = field(default_factory=Columns)
     """The columns that functions declare."""
 
@@ -82,9 +83,18 @@ class LossInputs:
         """A value of each sequence, [B], for each of its tokens, [T]."""
         return spread(of_sequences, self.lengths, len(self.logprobs))
 
+    def sampled(self, values: Tensor) -> Tensor:
+        """Values, [T], with 0 at tokens that the policy has not sampled, which get no gradient either."""
+        return torch.where(self.loss_mask, values, 0.0)
+
+    def sequence_mean(self, values: Tensor) -> Tensor:
+        """Mean over the sampled tokens of each sequence: [T] to [B]; 0 for a sequence without any."""
+        counts = sequence_sum(self.loss_mask.to(values.dtype), self.lengths)
+        return sequence_sum(self.sampled(values), self.lengths) / counts.clamp(min=1.0)
+
     def mean(self, values: Tensor) -> Tensor:
         """The micro batch's share of a mean over the tokens of the mini batch; a detached scalar, for metrics."""
-        return values.detach().float().sum() / max(self.num_tokens, 1)
+        return self.sampled(values.detach().float()).sum() / max(self.num_tokens, 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,8 +52,8 @@ def objective(loss: BoundLoss, inputs: LossInputs, *, weights: Tensor, terms: Te
             f"{LOSSES.key} returned losses of shape {tuple(tokens.losses.shape)} for {len(inputs.logprobs)} tokens; "
             "return one loss for each token, and no mean: shares of the mean are multiplied later"
         )
-    policy_loss = (inputs.coefficients * weights * tokens.losses).sum()
-    entropy = inputs.entropy.sum() / max(inputs.num_tokens, 1)
+    policy_loss = inputs.sampled(inputs.coefficients * weights * tokens.losses).sum()
+    entropy = inputs.sampled(inputs.entropy).sum() / max(inputs.num_tokens, 1)
     total = policy_loss - terms.entropy_coefficient * entropy if terms.entropy_coefficient else policy_loss
     metrics = {
         "actor/pg_loss": policy_loss.detach(),
@@ -63,7 +63,7 @@ def objective(loss: BoundLoss, inputs: LossInputs, *, weights: Tensor, terms: Te
     }
     if terms.kl_coefficient is not None:
         divergence = loss_term(inputs, estimator=terms.kl_estimator)
-        kl_loss = (inputs.coefficients * divergence).sum()
+        kl_loss = inputs.sampled(inputs.coefficients * divergence).sum()
         total = total + terms.kl_coefficient * kl_loss
         metrics |= {"actor/kl_loss": kl_loss.detach(), "actor/kl": inputs.mean(divergence)}
     return LossOutput(loss=total, metrics=metrics)

@@ -26,7 +26,7 @@ class TokenOutcome:
     """The tokens of one micro batch, which may be empty; float32 and detached."""
 
     rewards: Tensor
-    """[T]: the shaped reward of the response at its last token, minus the divergence if it is in the reward."""
+    """[T]: the shaped reward of the response at its last sampled token, minus the divergence if it is in the reward."""
     old_logprobs: Tensor
     """[T]"""
     rollout_logprobs: Tensor

@@ -27,9 +27,10 @@ class ValueInputs:
     returns: Tensor
     """[T]"""
     coefficients: Tensor
-    """[T], each token's share of the mini batch's mean (`megatron_rl.algorithm.loss.coefficients`)."""
+    """[T], each token's share of the mini batch's mean (`megatron_rl.algorithm.aggregation`); 0 for a token that does
+    not count, in metrics either."""
     num_tokens: int
-    """Response tokens of the mini batch over all ranks: denominator of metrics."""
+    """Sampled tokens of the mini batch over all ranks: denominator of metrics."""
 
 
 def value_loss(inputs: ValueInputs, *, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
@@ -45,9 +46,9 @@ def value_loss(inputs: ValueInputs, *, clip: float) -> tuple[Tensor, dict[str, T
         is_clipped = of_clipped > squares
         squares = torch.maximum(squares, of_clipped)
     loss = 0.5 * (inputs.coefficients * squares).sum()
-    count = max(inputs.num_tokens, 1)
+    count, counts = max(inputs.num_tokens, 1), inputs.coefficients > 0
     return loss, {
         "critic/vf_loss": loss.detach(),
-        "critic/vf_clipfrac": is_clipped.detach().float().sum() / count,
-        "critic/vpred_mean": inputs.values.detach().sum() / count,
+        "critic/vf_clipfrac": (is_clipped & counts).float().sum() / count,
+        "critic/vpred_mean": torch.where(counts, inputs.values.detach(), 0.0).sum() / count,
     }

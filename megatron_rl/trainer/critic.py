@@ -31,7 +31,7 @@ class ValueTargets:
     """Before the step's first update."""
     returns: torch.Tensor
     shares: torch.Tensor
-    """Each token's share of the mini batch's mean; zero for tokens that do not count."""
+    """Each token's share of the mini batch's mean; zero for tokens that do not count, here and in metrics."""
 
 
 class Critic:
@@ -132,11 +132,12 @@ class CriticStep:
 
 def _moments(targets: Sequence[ValueTargets]) -> torch.Tensor:
     """Count; sums of values, returns and their differences; sums of squares of returns and differences. Float64."""
-    values = torch.cat([target.old_values for target in targets]).double()
-    returns = torch.cat([target.returns for target in targets]).double()
+    counts = torch.cat([target.shares for target in targets]) > 0
+    values = torch.where(counts, torch.cat([target.old_values for target in targets]).double(), 0.0)
+    returns = torch.where(counts, torch.cat([target.returns for target in targets]).double(), 0.0)
     rest = returns - values
     return torch.stack(
-        [values.new_tensor(len(values)), values.sum(), returns.sum(), rest.sum(), returns.square().sum(),
+        [counts.double().sum(), values.sum(), returns.sum(), rest.sum(), returns.square().sum(),
          rest.square().sum()]
     )  # fmt: skip
 

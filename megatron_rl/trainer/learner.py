@@ -22,7 +22,6 @@ from megatron.core import parallel_state
 from megatron_rl.algorithm.aggregation import Denominators, MeanInputs
 from megatron_rl.algorithm.coefficients import Coefficients
 from megatron_rl.algorithm.columns import Columns, LossInputs
-from megatron_rl.algorithm.correction import PackedLogprobs
 from megatron_rl.algorithm.mismatch import MismatchSums, SumsByAge
 from megatron_rl.algorithm.objective import BoundLoss, LossOutput, Terms, objective, sft_loss
 from megatron_rl.algorithm.plug_in import load_stage, needed_columns
@@ -194,12 +193,13 @@ class Learner:
             return [(self._planned_denominators(mini), []) for mini in mini_batches]
         micros = [micro for mini in mini_batches for micro in mini.micro_batches]
         columns = [each for of_mini in further for each in of_mini]
-        logprobs = [each for of_mini in old for each in of_mini]
-        pairs = [micro.against(micro.real(each)) for micro, each in zip(micros, logprobs, strict=True)]
+        flat = (each for of_mini in old for each in of_mini)
+        logprobs = [micro.real(each) for micro, each in zip(micros, flat, strict=True)]
+        pairs = [micro.against(each) for micro, each in zip(micros, logprobs, strict=True)]
         sums = normalization(pairs, algorithm=self._algorithm, device=self._device)
         prepared = [
-            self._prepare(micro, pair, of_micro, totals, sums)
-            for micro, pair, of_micro in zip(micros, pairs, columns, strict=True)
+            self._prepare(micro, each, of_micro, totals, sums)
+            for micro, each, of_micro in zip(micros, logprobs, columns, strict=True)
         ]
         if self._token_advantage is not None:
             prepared, totals.of_step = with_token_advantages(
@@ -233,15 +233,17 @@ class Learner:
     def _prepare(
         self,
         micro: LoadedMicroBatch,
-        pair: PackedLogprobs,
+        old_logprobs: torch.Tensor,
         further: Columns,
         totals: StepSums,
         sums: torch.Tensor | None = None,
     ) -> Prepared:
         """One micro batch, and its share of the step's mismatch."""
+        pair, sampled = micro.against(old_logprobs), micro.sampled
         totals.mismatch = totals.mismatch.merge(MismatchSums.of(pair, config=self._algorithm.correction))
-        prepared = prepare(micro, pair, further, algorithm=self._algorithm, sums=sums)
-        totals.by_age.add(pair, prepared.weights, micro.staleness)
+        prepared = prepare(micro, old_logprobs, further, algorithm=self._algorithm, sums=sums)
+        weights, staleness = sampled.select(prepared.weights), micro.staleness.index_select(0, sampled.sequences)
+        totals.by_age.add(pair, weights, staleness)
         return prepared
 
     def _update(
@@ -258,7 +260,7 @@ class Learner:
             micro = mini.micro_batches[number]
             logprobs = micro.real(scores.logprobs)
             known = (
-                self._prepare(micro, micro.against(logprobs.detach()), further[number], totals)
+                self._prepare(micro, logprobs.detach(), further[number], totals)
                 if prepared is None
                 else prepared[number]
             )

@@ -3,7 +3,10 @@
 An empty micro batch (`MicroBatch.samples == ()`) becomes a dummy of one prompt and one response token, so that every
 data-parallel rank enters every collective. Its coefficients are zero, and no metric counts it.
 
-Shape legend: R response tokens of a micro batch, B its sequences.
+Tokens of a response that the policy has not sampled (`loss_mask`) never reach the correction and the mismatch: those
+see the sampled tokens alone, as if there were no others.
+
+Shape legend: R response tokens of a micro batch, S sampled ones among them, B its sequences.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +27,43 @@ _DUMMY = np.zeros(1, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SampledTokens:
+    """Which response tokens of a micro batch the policy has sampled.
+
+    Indices are made on the host, so that to select by them does not wait for the device.
+    """
+
+    positions: torch.Tensor
+    """[S] int64, among the response tokens."""
+    sequences: torch.Tensor
+    """[C] int64, the sequences that have a sampled token."""
+    lengths: torch.Tensor
+    """[C] int64, their sampled tokens; sums to S."""
+
+    @classmethod
+    def of(cls, loss_mask: torch.Tensor, lengths: Sequence[int]) -> "SampledTokens":
+        """From the mask [R], on the CPU, and the response tokens of each sequence."""
+        counts = torch.tensor([int(part.sum()) for part in torch.split(loss_mask, list(lengths))], dtype=torch.int64)
+        (sequences,) = counts.nonzero(as_tuple=True)
+        (positions,) = loss_mask.nonzero(as_tuple=True)
+        return cls(positions=positions, sequences=sequences, lengths=counts[sequences])
+
+    def to(self, device: torch.device) -> "SampledTokens":
+        """The same on a device."""
+        return SampledTokens(
+            positions=self.positions.to(device), sequences=self.sequences.to(device), lengths=self.lengths.to(device)
+        )
+
+    def select(self, values: torch.Tensor) -> torch.Tensor:
+        """Values of the sampled tokens: [R] to [S]."""
+        return values.index_select(0, self.positions)
+
+    def place(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Values of the sampled tokens among all tokens, [S] to [R], with zeros elsewhere."""
+        return values.new_zeros(num_tokens).index_copy(0, self.positions, values)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedMicroBatch:
     """One micro batch on this rank's device."""
 
@@ -34,6 +74,8 @@ class LoadedMicroBatch:
     """[R] float32, of the controller; empty for a dummy."""
     loss_mask: torch.Tensor
     """[R] bool, which tokens the policy has sampled; empty for a dummy."""
+    sampled: SampledTokens
+    """The same tokens by index."""
     rewards: torch.Tensor
     """[B] float32, shaped; empty for a dummy."""
     lengths: torch.Tensor
@@ -47,8 +89,12 @@ class LoadedMicroBatch:
         return len(self.lengths) == 0
 
     def against(self, old_logprobs: torch.Tensor) -> PackedLogprobs:
-        """Log-probabilities of sampler and trainer together."""
-        return PackedLogprobs(old_logprobs=old_logprobs, rollout_logprobs=self.rollout_logprobs, lengths=self.lengths)
+        """Log-probabilities of sampler and trainer together, of sampled tokens alone; `old_logprobs` are [R]."""
+        return PackedLogprobs(
+            old_logprobs=self.sampled.select(old_logprobs),
+            rollout_logprobs=self.sampled.select(self.rollout_logprobs),
+            lengths=self.sampled.lengths,
+        )
 
     def real(self, values: torch.Tensor) -> torch.Tensor:
         """Scores of the micro batch, [R], without the score of a dummy token."""
@@ -61,9 +107,9 @@ class LoadedMiniBatch:
 
     micro_batches: tuple[LoadedMicroBatch, ...]
     num_tokens: int
-    """Response tokens over all ranks."""
+    """Sampled tokens over all ranks."""
     num_sequences: int
-    """Sequences over all ranks."""
+    """Sequences with a sampled token over all ranks."""
 
 
 def load_mini_batch(
@@ -90,11 +136,13 @@ def _load(
     rollout = [group.logprobs(sample.sample) for group, sample in zip(groups, micro.samples, strict=True)]
     advantages = [np.full(sample.num_response_tokens, sample.advantage, dtype=np.float32) for sample in micro.samples]
     lengths = [sample.num_response_tokens for sample in micro.samples]
+    loss_mask = torch.ones(sum(lengths), dtype=torch.bool)  # the plan counts all response tokens as sampled, too
     return LoadedMicroBatch(
         packed=pack_batch(pairs or [(_DUMMY, _DUMMY)], multiple_of=multiple_of).to(device),
         rollout_logprobs=_joined(rollout).to(device),
         advantages=_joined(advantages).to(device),
-        loss_mask=torch.ones(sum(lengths), dtype=torch.bool, device=device),
+        loss_mask=loss_mask.to(device),
+        sampled=SampledTokens.of(loss_mask, lengths).to(device),
         rewards=torch.tensor([sample.reward for sample in micro.samples], dtype=torch.float32, device=device),
         lengths=torch.tensor(lengths, dtype=torch.int64, device=device),
         staleness=torch.tensor([sample.staleness for sample in micro.samples], dtype=torch.int64, device=device),

@@ -65,14 +65,14 @@ class MismatchSample:
         columns = fetch([sample.columns for sample in samples])
         flags = [of.resampled_in(sample.sample) for of, sample in zip(columns, samples, strict=True)]
         ages = [token_ages(sample, batch.policy_version, by_token=self.ages_by_token) for sample in samples]
-        sampled = micro.loss_mask
+        select = micro.sampled.select
         sums.add(
             SampledTokens(
-                old_logprobs=old[sampled],
-                code_logprobs=codes[sampled],
-                rollout_logprobs=micro.rollout_logprobs[sampled],
-                ages=self._on_device(ages).long()[sampled],
-                resampled=self._on_device(flags).bool()[sampled],
+                old_logprobs=select(old),
+                code_logprobs=select(codes),
+                rollout_logprobs=select(micro.rollout_logprobs),
+                ages=select(self._on_device(ages).long()),
+                resampled=select(self._on_device(flags).bool()),
             )
         )
         dist.all_reduce(sums.sums, group=parallel_state.get_data_parallel_group())

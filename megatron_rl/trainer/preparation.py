@@ -86,18 +86,21 @@ def _columns(
 
 def prepare(
     micro: LoadedMicroBatch,
-    pair: PackedLogprobs,
+    old_logprobs: torch.Tensor,
     further: Columns,
     *,
     algorithm: AlgorithmConfig,
     sums: torch.Tensor | None = None,
 ) -> Prepared:
-    """One micro batch with the advantages of the controller; `sums` are those of batch normalisation."""
-    config = algorithm.correction
+    """One micro batch with the advantages of the controller; `sums` are those of batch normalisation.
+
+    A token that the policy has not sampled has the weight 0 and does not count.
+    """
+    config, pair, num_tokens = algorithm.correction, micro.against(old_logprobs), len(micro.loss_mask)
     return Prepared(
-        old_logprobs=pair.old_logprobs,
-        weights=final_weights(pair, config=config, sums=sums),
-        counted=counted_tokens(pair, config=config) & micro.loss_mask,
+        old_logprobs=old_logprobs,
+        weights=micro.sampled.place(final_weights(pair, config=config, sums=sums), num_tokens),
+        counted=micro.sampled.place(counted_tokens(pair, config=config), num_tokens),
         advantages=micro.advantages,
         returns=micro.advantages,
         further=further,
@@ -150,7 +153,7 @@ def with_token_advantages(
     results: list[TokenAdvantages] = []
     sums: dict[str, torch.Tensor] = {}
     for micro, each in zip(micro_batches, prepared, strict=True):
-        rewards = terminal_rewards(micro.rewards, micro.lengths, len(micro.loss_mask))
+        rewards = rewards_of_tokens(micro)
         if algorithm.kl.place == "reward":
             tokens = divergence(each.old_logprobs, each.further["ref"], estimator=algorithm.kl.estimator)
             tokens = torch.where(micro.loss_mask, tokens, 0.0)
@@ -172,6 +175,14 @@ def with_token_advantages(
         for each, values, result in zip(prepared, advantages, results, strict=True)
     ]
     return done, sums
+
+
+def rewards_of_tokens(micro: LoadedMicroBatch) -> torch.Tensor:
+    """The reward of each response at its last sampled token, [R]; 0 elsewhere."""
+    sampled = micro.sampled
+    rewards = micro.rewards.index_select(0, sampled.sequences)
+    of_sampled = terminal_rewards(rewards, sampled.lengths, len(sampled.positions))
+    return sampled.place(of_sampled, len(micro.loss_mask))
 
 
 def _whitened(micro_batches: Sequence[LoadedMicroBatch], results: Sequence[TokenAdvantages]) -> list[torch.Tensor]:
