@@ -22,10 +22,8 @@ from tests.support.runs.whole_runs import (
     run_fed_with_changes,
     run_killed_once,
     run_to_its_end,
-    run_under_a_jumping_clock,
     run_warm_start,
-    run_whose_trainer_hangs,
-    run_whose_trainer_is_killed,
+    run_whose_trainer_is_lost,
 )
 
 settings.register_profile("no deadline", deadline=None)  # how long an example takes says something about the machine
@@ -39,21 +37,20 @@ NUM_ACTORS = 32
 RUNS: dict[str, Callable[[Path], object]] = {
     "uninterrupted": run_to_its_end,
     "interrupted": run_killed_once,
-    "trainer_killed": run_whose_trainer_is_killed,
-    "jumping_clock": run_under_a_jumping_clock,
-    "trainer_hung": run_whose_trainer_hangs,
+    "trainer_lost": run_whose_trainer_is_lost,
     "fed_with_changes": run_fed_with_changes,
     "evaluated": run_exported_and_evaluated,
-    "ended": run_to_other_ends,
+    "warm_start": run_warm_start,
 }
 """Fixtures that wait for a whole run, in the order in which they run; most use what the first one left."""
 
 OTHER_RUNS: dict[str, Callable[[Path], object]] = {
     "killed": run_whose_history_is_killed,
     "ahead": run_ahead,
-    "warm_start": run_warm_start,
+    "ended": run_to_other_ends,
 }
-"""The same for runs that need the example alone; they run beside the others, after the scripts."""
+"""The same for runs that need the example alone; they run beside the others, after the scripts. Both rows take about as
+long."""
 
 
 @pytest.fixture(scope="session")

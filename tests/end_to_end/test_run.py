@@ -1,7 +1,8 @@
 """Whole runs through the command line, with real trainer ranks and engines: repeatable, resumable, honest.
 
 Four steps of a tiny mixture of experts that are spread over two trainer ranks. The deterministic run is started once to
-its end, and once more with a kill (-9) at a point drawn at random, in half of the sessions during a save.
+its end, and once more under a clock that jumps, with a kill (-9) at a point drawn at random, in half of the sessions
+during a save. In a third one, its trainer is lost three times.
 """
 
 import json
@@ -11,7 +12,7 @@ import re
 import pytest
 
 from megatron_rl.controller.publisher import MAX_WEIGHT_GAP
-from tests.support.runs.whole_runs import EXPERTS, NUM_STEPS, metrics, rows
+from tests.support.runs.whole_runs import EXPERTS, NUM_STEPS, PROGRESS_TIMEOUT_S, metrics, rows
 
 
 @pytest.mark.slow
@@ -42,70 +43,52 @@ def test_a_run_learns_from_what_its_engines_sampled_and_says_so(uninterrupted):
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_ends_as_if_nothing_had_happened(uninterrupted, interrupted):
+def test_a_run_that_was_killed_under_a_clock_that_jumps_ends_as_if_nothing_had_happened(uninterrupted, interrupted):
     print(f"kill point drawn with seed {interrupted.seed}")
     run_dir = interrupted.run_dir
     assert metrics(run_dir) == metrics(uninterrupted)
-    for step in range(NUM_STEPS):
-        name = f"step-{step}.jsonl"
-        assert rows(run_dir / "traces" / name) == rows(uninterrupted / "traces" / name), step
-    whole, again = ((directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir))
-    assert whole == again
+    assert_same_run(run_dir, uninterrupted)
     tracked = json.loads((run_dir / "wandb" / "tracking.json").read_text())
     assert tracked["last_step"] == NUM_STEPS - 1
     assert len({path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}) == 1
     assert ("1 finished step(s) are repeated" in interrupted.output) or not interrupted.during_save
     assert interrupted.left_behind == set()
-
-
-@pytest.mark.slow
-def test_a_clock_that_jumps_changes_no_result(uninterrupted, jumping_clock):
-    assert metrics(jumping_clock) == metrics(uninterrupted)
-    begins = [row["start_s"] for row in rows(jumping_clock / "events.jsonl")]
+    begins = [row["start_s"] for row in rows(run_dir / "events.jsonl")]
     assert max(begins) - min(begins) > 3600, "the clock has jumped"
-    steps = rows(jumping_clock / "metrics.jsonl")
+    steps = rows(run_dir / "metrics.jsonl")
     assert all(value >= 0 for row in steps for name, value in row.items() if name.startswith("timing_s/"))
 
 
-@pytest.mark.slow
-def test_a_run_replaces_its_trainer_and_ends_as_if_nothing_had_happened(uninterrupted, trainer_killed):
-    print(f"kill points drawn with seed {trainer_killed.seed}")
-    run_dir, restarts = trainer_killed.run_dir, ("trainer/restarts", "trainer/repeated_steps")
-    steps = metrics(run_dir)
-    assert [row["step"] for row in steps] == list(range(NUM_STEPS))
-    assert steps[-1]["trainer/restarts"] == 2
-    assert 1 <= steps[-1]["trainer/repeated_steps"] <= 6, "a save under way does not count when a rank dies"
-    without = [
-        [{k: v for k, v in row.items() if k not in restarts} for row in metrics(path)]
-        for path in (run_dir, uninterrupted)
-    ]
-    assert without[0] == without[1]
-    whole, again = ((directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir))
-    assert whole == again
+RESTARTS = ("trainer/restarts", "trainer/repeated_steps")
+
+
+def assert_same_run(run_dir, calm):
+    """Metrics, but for restarts, traces and the final policy are those of the other run, bit by bit."""
+    found, expected = (
+        [{k: v for k, v in row.items() if k not in RESTARTS} for row in metrics(path)] for path in (run_dir, calm)
+    )
+    assert [row["step"] for row in found] == list(range(NUM_STEPS))
+    assert found == expected
     for step in range(NUM_STEPS):
         name = f"step-{step}.jsonl"
-        assert rows(run_dir / "traces" / name) == rows(uninterrupted / "traces" / name), step
-    assert trainer_killed.output.count("the trainer starts again from the newest checkpoint") == 2
-    assert "Traceback" not in trainer_killed.output and trainer_killed.left_behind == set()
+        assert rows(run_dir / "traces" / name) == rows(calm / "traces" / name), step
+    whole, again = ((directory / "policy" / "model.safetensors").read_bytes() for directory in (calm, run_dir))
+    assert whole == again
 
 
 @pytest.mark.slow
-def test_a_run_replaces_a_trainer_whose_rank_hangs_names_it_and_ends_as_if_nothing_had_happened(
-    uninterrupted, trainer_hung
+def test_a_run_replaces_a_trainer_that_dies_loops_or_freezes_and_ends_as_if_nothing_had_happened(
+    uninterrupted, trainer_lost
 ):
-    run_dir, output = trainer_hung
-    restarts = ("trainer/restarts", "trainer/repeated_steps")
-    steps = metrics(run_dir)
-    assert [row["trainer/restarts"] for row in steps][-1] == 2
-    without = [
-        [{k: v for k, v in row.items() if k not in restarts} for row in rows]
-        for rows in (steps, metrics(uninterrupted))
-    ]
-    assert without[0] == without[1]
-    whole, again = ((directory / "policy" / "model.safetensors").read_bytes() for directory in (uninterrupted, run_dir))
-    assert whole == again
+    print(f"kill point drawn with seed {trainer_lost.seed}")
+    run_dir, output = trainer_lost.run_dir, trainer_lost.output
+    assert_same_run(run_dir, uninterrupted)
+    last = metrics(run_dir)[-1]
+    assert last["trainer/restarts"] == output.count("the trainer starts again from the newest checkpoint") == 3
+    assert 2 <= last["trainer/repeated_steps"] <= 7, "a save under way does not count when a rank dies"
+    assert "Traceback" not in output and trainer_lost.left_behind == set()
     named = re.findall(
-        r"rank\(s\) \[1\] of 2 made no progress for 60 s \(`trainer.progress_timeout_s`\): "
+        rf"rank\(s\) \[1\] of 2 made no progress for {PROGRESS_TIMEOUT_S} s \(`trainer.progress_timeout_s`\): "
         r"rank 1 on (\S+) at `train: micro batch \d of \d, forward` \((\w+)\)",
         output,
     )
@@ -179,8 +162,6 @@ def test_a_checkpoint_exports_and_evaluates(example, uninterrupted, evaluated):
 
 
 @pytest.mark.slow
-def test_a_warm_start_lowers_its_loss_and_replaces_only_what_it_wrote(warm_start):
-    assert len(warm_start.losses) == 8
-    assert warm_start.losses[-1] < 0.8 * warm_start.losses[0]
-    assert warm_start.refusal == 2
-    assert "Traceback" not in warm_start.refusal_output
+def test_a_warm_start_lowers_its_loss(warm_start):
+    assert len(warm_start) == 8
+    assert warm_start[-1] < 0.8 * warm_start[0]

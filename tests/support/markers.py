@@ -36,12 +36,10 @@ LONG_FIXTURES = frozenset(
         "evaluated",
         "fed_with_changes",
         "interrupted",
-        "jumping_clock",
         "killed",
         "parallel_formats",
         "ring",
-        "trainer_hung",
-        "trainer_killed",
+        "trainer_lost",
         "uninterrupted",
         "warm_start",
     }

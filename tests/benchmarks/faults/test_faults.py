@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks.faults import outcome as verdict
 from benchmarks.faults.cells import PHASES, ROLES, Cell, cells
-from benchmarks.faults.example import NUM_STEPS, make_example, write_config
+from benchmarks.faults.example import NUM_STEPS, write_config
 from benchmarks.faults.inject import Ended, run_disturbed
 from benchmarks.faults.outcome import left_behind
 from history.index.segments_dir import claim
@@ -92,7 +92,7 @@ def test_shared_memory_of_a_living_process_is_not_left_behind(tmp_path: Path) ->
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_random_fault_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_random_fault_leaves_no_trace(example: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seed = random.randrange(1 << 30)
     cell = random.Random(seed).choice(SAMPLED)
     print(f"{cell.name}, drawn with seed {seed}")
@@ -100,8 +100,7 @@ def test_a_random_fault_leaves_no_trace(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(verdict, "left_behind", lambda: sorted(set(left_behind()) - before))
     for name in OF_VLLM:
         monkeypatch.delenv(name, raising=False)
-    make_example(tmp_path)
-    config = write_config(tmp_path, "exact")
+    config = write_config(example, "exact")
     run_disturbed(config, tmp_path / "calm", None, seed=seed)
     ended = run_disturbed(config, tmp_path / "disturbed", cell, seed=seed)
     row = verdict.outcome(cell, tmp_path / "disturbed", tmp_path / "calm", ended)

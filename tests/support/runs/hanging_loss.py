@@ -1,7 +1,11 @@
-"""The built-in loss, in which trainer rank 1 of a run hangs twice: in an endless loop, and, after a restart, frozen."""
+"""The built-in loss, in which trainer rank 1 of a run hangs twice: in an endless loop, and, after a restart, frozen.
+
+Only processes hang that begin once `trainer-1.armed` is among the run's logs, so that another fault can come first.
+"""
 
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_rl.algorithm.columns import LossInputs, TokenLosses
@@ -9,24 +13,46 @@ from megatron_rl.algorithm.losses import clipped_surrogate
 from megatron_rl.algorithm_settings import ClippedSurrogate
 from rollout.processes import VARIABLE
 
-LOOPS_AT, FREEZES_AT = 3, 7
-"""Number of the call, in the process, at which it happens."""
+_RANK = "trainer-1"
+_HANGS_AT = 3
+"""Number of the call in the process: the second step's first, of two steps at least."""
+_CALLS_BEFORE_SAVE = 4
+"""Of the two steps before the first checkpoint."""
 
-_num_calls = 0
+
+@dataclass(slots=True)
+class _Process:
+    """This process, since its first call."""
+
+    log: Path
+    is_armed: bool
+    is_resumed: bool
+    num_calls: int = 0
+
+    @classmethod
+    def begun(cls) -> "_Process":
+        log = Path(os.environ[VARIABLE])
+        is_resumed = (log.parents[1] / "checkpoints" / "2").exists()
+        return cls(log, log.stem == _RANK and log.with_suffix(".armed").exists(), is_resumed)
+
+
+_process: _Process | None = None
 
 
 def hanging_loss(inputs: LossInputs, settings: ClippedSurrogate) -> TokenLosses:
-    """`clipped_surrogate`, unless it is time to hang."""
-    global _num_calls
-    _num_calls += 1
-    log = Path(os.environ[VARIABLE])
-    looped, frozen = log.with_suffix(".looped"), log.with_suffix(".frozen")
-    if log.stem == "trainer-1" and _num_calls == LOOPS_AT and not looped.exists():
-        looped.touch()
-        loop_for_ever()
-    if log.stem == "trainer-1" and _num_calls == FREEZES_AT and not frozen.exists():
-        frozen.touch()
-        os.kill(os.getpid(), signal.SIGSTOP)
+    """`clipped_surrogate`, unless it is time to hang. The second time, a checkpoint is there to begin from."""
+    global _process
+    _process = this = _process or _Process.begun()
+    this.num_calls += 1
+    if this.is_armed:
+        looped, frozen = this.log.with_suffix(".looped"), this.log.with_suffix(".frozen")
+        after_save = _HANGS_AT + (0 if this.is_resumed else _CALLS_BEFORE_SAVE)
+        if not looped.exists() and this.num_calls == _HANGS_AT:
+            looped.touch()
+            loop_for_ever()
+        if looped.exists() and not frozen.exists() and this.num_calls == after_save:
+            frozen.touch()
+            os.kill(os.getpid(), signal.SIGSTOP)
     return clipped_surrogate(inputs, settings)
 
 
