@@ -46,7 +46,7 @@ from megatron_rl.model.attention import PackedAttention
 from megatron_rl.model.logprobs import TokenScores, token_scores, vocab_shard
 from megatron_rl.model.norm import RMSNorm
 from megatron_rl.model.packed_batch import PackedBatch
-from megatron_rl.model.parallel import Position
+from megatron_rl.model.parallel import Position, device
 from megatron_rl.model.rotary import rotate_packed, scaled_frequencies
 from megatron_rl.model.spec import Experts, ModelSpec, stage_layers
 
@@ -96,6 +96,13 @@ class PackedModel(GPTModel):  # type: ignore[misc]
         self.spec = spec
         if spec.rope_scaling is not None:
             self.rotary_pos_emb.inv_freq = scaled_frequencies(self.rotary_pos_emb.inv_freq, spec.rope_scaling)
+        self._move(device())
+
+    def _move(self, to: torch.device) -> None:
+        """Move what is elsewhere: Megatron makes routers of experts in host memory. FP8 parameters stay as they are."""
+        for tensor in (*self.parameters(), *self.buffers()):
+            if tensor.device != to:
+                tensor.data = tensor.data.to(to)
 
     def hidden(self, batch: PackedBatch) -> torch.Tensor:
         """Hidden states [T, 1, H], rows sharded under sequence parallelism; of the last stage after the final norm."""

@@ -13,6 +13,7 @@ from tests.rehearsal.stages import rows_of
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 from tests.support.stub_cuda.build import SOURCES, build, environment
+from tests.support.stub_cuda.stand_ins import NOTES
 
 pytestmark = pytest.mark.rehearsal
 
@@ -36,8 +37,8 @@ def engine(format: str, *, drafts: bool = True, sleep: int = 0, eager: bool = Tr
     return Case(script="engine_case", arguments=(format, str(int(drafts)), str(sleep), str(int(eager)), kv_format))
 
 
-def trainer(fp8: str, format: str, recompute: str = "none") -> Case:
-    return Case(script="trainer_case", arguments=(fp8, format, recompute))
+def trainer(fp8: str, format: str, recompute: str = "none", *, family: str = "blocks") -> Case:
+    return Case(script="trainer_case", arguments=(family, fp8, format, recompute))
 
 
 def run(format: str, transport: str, *overrides: str, num_devices: int = 1) -> Case:
@@ -58,7 +59,7 @@ CASES: dict[str, Case] = {
     "first hour, facts of the device": Case(script="device_case"),
     **{
         f"configurations of engines of {model}": Case(script="config_case", arguments=(model,), num_devices=8)
-        for model in ("Qwen2.5-7B", "Qwen2.5-32B", "Qwen3-32B", "Qwen3-30B-A3B")
+        for model in ("Qwen2.5-7B", "Qwen2.5-14B", "Qwen2.5-32B", "Qwen3-32B", "Qwen3-30B-A3B")
     },
     "engine bf16, eager": engine("bf16", drafts=False),
     "engine bf16, drafts and CUDA graphs": engine("bf16", eager=False),
@@ -66,6 +67,9 @@ CASES: dict[str, Case] = {
     "engine fp8_block, drafts": engine("fp8_block"),
     "engine fp8_channel, drafts, CUDA graphs, sleep level 2": engine("fp8_channel", sleep=2, eager=False),
     "engine int8, FP8 keys and values, drafts, CUDA graphs": engine("int8", eager=False, kv_format="fp8"),
+    "trainer bf16": trainer("none", "bf16"),
+    "trainer bf16 with experts": trainer("none", "bf16", family="expert_blocks"),
+    "trainer bf16 with experts, recompute": trainer("none", "bf16", "full", family="expert_blocks"),
     "trainer bf16 to int8": trainer("none", "int8"),
     "trainer bf16 to fp8_channel, recompute": trainer("none", "fp8_channel", "full"),
     "trainer blockwise to fp8_block": trainer("blockwise", "fp8_block"),
@@ -94,7 +98,9 @@ def test_a_case_passes_every_stage(stub: Path, tmp_path: Path, name: str, record
     case = CASES[name]
     paths = f"{SOURCES / 'site'}:{ROOT}"
     chosen = environment(stub, num_devices=case.num_devices, path=os.environ["PATH"], reuses_memory=case.reuses_memory)
-    variables = {**os.environ, **chosen, "PYTHONPATH": paths}
+    notes = tmp_path / "stood_in_for"
+    notes.mkdir()
+    variables = {**os.environ, **chosen, "PYTHONPATH": paths, NOTES: str(notes)}
     with (tmp_path / "output").open("w+", encoding="utf-8") as output:
         subprocess.run(
             [sys.executable, "-m", f"tests.rehearsal.{case.script}", *case.arguments],
@@ -109,5 +115,6 @@ def test_a_case_passes_every_stage(stub: Path, tmp_path: Path, name: str, record
         text = output.read()
     rows = rows_of(text)
     record_property("stages", len(rows))
+    record_property("stood_in_for", ", ".join(sorted(note.name for note in notes.iterdir())))
     faults = [f"{row['stage']}: {row['fault']}" for row in rows if row["fault"]]
     assert rows and not faults, "\n".join([*faults, text[-6000:]])

@@ -1,25 +1,29 @@
-"""A trainer rank trains, publishes, is offloaded, saves, loads and exports: `trainer_case FP8 FORMAT RECOMPUTE`.
+"""A trainer rank trains, publishes, is offloaded, saves, loads and exports: `trainer_case FAMILY FP8 FORMAT RECOMPUTE`.
 
-A second one has a critic and a reference policy in host memory.
+A second one has a critic and a reference policy in host memory. Copies are real on stub devices and optimizer steps
+change nothing there, so what is published in BF16 and exported must be the model that was loaded.
 """
 
 import os
 import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from megatron_rl.trainer.spec import TrainerSpec
+from safetensors.torch import load_file
 
 from megatron_rl.algorithm_config import EntropyConfig
 from megatron_rl.config import AlgorithmConfig, CorrectionConfig, ParallelConfig, ReferenceConfig
 from megatron_rl.model import parallel
 from megatron_rl.model.parallel import Position
+from megatron_rl.trainer.messages import TrainerSpec
 from megatron_rl.trainer.trainer import Trainer
 from rollout.types import WeightVersion
-from tests.megatron_rl.trainer.test_trainer import batch_for, trainer_spec
+from tests.megatron_rl.trainer.test_trainer import assembled, batch_for, trainer_spec
 from tests.rehearsal.stages import stage
+from tests.support.engines.packing import stacked
 from tests.support.trainers.memory_sender import MemorySender
 from tests.support.trainers.saves import save
 from tests.support.trainers.tiny_megatron_models import save_model
@@ -67,13 +71,41 @@ def ppo(spec: TrainerSpec, position: Position, folder: Path) -> None:
     stage("load critic and reference", lambda: trainer.load(str(folder / "ppo")))
 
 
-def main(fp8: str, format: str, recompute: str) -> None:
+def published(trainer: Trainer, sender: MemorySender) -> dict[str, torch.Tensor]:
+    """The tensors of a publish in BF16 whose buckets are all of this rank."""
+    whole = assembled([(None, sender.contents, None, trainer.publishes.plan)])
+    return {name: torch.from_numpy(raw).view(torch.bfloat16) for name, raw in whole.items()}
+
+
+def check_equal(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> None:
+    """Names and bytes."""
+    assert found.keys() == expected.keys(), f"other names: {sorted(found.keys() ^ expected.keys())}"
+    wrong = [
+        name for name in expected if not torch.equal(*(each[name].view(torch.int16) for each in (found, expected)))
+    ]
+    assert not wrong, f"other bytes than in the model: {wrong}"
+
+
+def publish_from_host(trainer: Trainer, directory: Path) -> None:
+    sender = MemorySender()
+    trainer.stage(WeightVersion(1), sender)
+    if trainer.spec.format.name == "bf16":
+        check_equal(published(trainer, sender), stacked(load_file(directory / "model.safetensors")))
+
+
+def export(trainer: Trainer, destination: Path, directory: Path) -> None:
+    trainer.export(str(destination))
+    if trainer.spec.config.fp8 != "blockwise_param":  # FP8 weights come from a kernel
+        check_equal(*(load_file(folder / "model.safetensors") for folder in (destination, directory)))
+
+
+def main(family: str, fp8: str, format: str, recompute: str) -> None:
     folder = Path(tempfile.mkdtemp())
     store = torch.distributed.FileStore(str(folder / "store"), 1)
     position = stage(
         "initialize", lambda: parallel.initialize(ParallelConfig(), rank=0, store=store, timeout_s=60, seed=0)
     )
-    directory = save_model("blocks", folder / "model", dtype=torch.bfloat16)
+    directory = save_model(family, folder / "model", dtype=torch.bfloat16)
     spec = trainer_spec(directory, ParallelConfig(), ONE, format=format, distributed=True)
     config = spec.config.model_copy(update={"dtype": "bf16", "fp8": fp8, "recompute": recompute})
     trainer = stage("build", lambda: Trainer(replace(spec, config=config), position))
@@ -82,7 +114,7 @@ def main(fp8: str, format: str, recompute: str) -> None:
     stage("plan publishes", lambda: trainer.plan_publishes(()))
     stage("an update", lambda: train(trainer, ONE))
     stage("four updates with entropy bonus and normalised weights", lambda: train(trainer, FOUR))
-    stage("publish from host memory", lambda: trainer.stage(WeightVersion(1), MemorySender()))
+    stage("publish from host memory", lambda: publish_from_host(trainer, directory))
     stage("publish from the device", lambda: trainer.stage(WeightVersion(2), DeviceSender()))
     stage("fingerprint", trainer.published_fingerprint)
     stage("probe", lambda: trainer.probe(list(range(1, 13))))
@@ -91,7 +123,7 @@ def main(fp8: str, format: str, recompute: str) -> None:
     stage("an update after it", lambda: train(trainer, ONE))
     stage("save", lambda: save(trainer, str(folder / "saved")))
     stage("load", lambda: trainer.load(str(folder / "saved")))
-    stage("export", lambda: trainer.export(str(folder / "exported")))
+    stage("export", lambda: export(trainer, folder / "exported", directory))
     ppo(replace(spec, config=config), position, folder)
 
 

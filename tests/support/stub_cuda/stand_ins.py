@@ -1,14 +1,19 @@
 """Answers where host code reads what a kernel of a device would have computed. Each names its operation.
 
 They are installed when a module is imported (`site/sitecustomize.py`), so that only the modules that need one have it.
-Every process of a rehearsal imports this file, before torch.
+Every process of a rehearsal imports this file, before torch. An operation that is stood in for leaves a file of its
+name in the folder that `NOTES` names, so that the record can say so.
 """
 
+import functools
 import inspect
 import os
 from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
+NOTES = "STOOD_IN_FOR"
+"""Environment variable of that folder."""
 TORCH_SHARES = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
 
 
@@ -17,49 +22,99 @@ def install(module: ModuleType) -> None:
     INSTALLERS[module.__name__](module)
 
 
+@functools.cache
+def note(operation: str) -> None:
+    """An operation has been stood in for, in this process."""
+    if folder := os.environ.get(NOTES):
+        Path(folder, operation).touch()
+
+
+def noted(operation: str, stand_in: Callable[..., object]) -> Callable[..., object]:
+    """The stand-in, which leaves a note when it is called."""
+
+    @functools.wraps(stand_in)
+    def call(*args, **options):
+        note(operation)
+        return stand_in(*args, **options)
+
+    return call
+
+
+def unseen(stand_in: Callable[..., object]) -> Callable[..., object]:
+    """The stand-in, whose waits for the device torch does not count: the operation itself has none."""
+
+    @functools.wraps(stand_in)
+    def call(*args, **options):
+        import torch
+
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode(0)
+        try:
+            return stand_in(*args, **options)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+
+    return call
+
+
 def _outputs(module: ModuleType) -> None:
     """vLLM selects rows by a mask on the device, whose number of rows a kernel counts."""
     import torch
 
     tensors = module.LogprobsTensors
-    tensors.filter = lambda self, mask: tensors(*(part[torch.from_numpy(mask)] for part in self[:3]))
+    chosen = lambda self, mask: tensors(*(part[torch.from_numpy(mask)] for part in self[:3]))  # noqa: E731
+    tensors.filter = noted("LogprobsTensors.filter", chosen)
 
 
 def _learner(module: ModuleType) -> None:
-    """Lengths that a kernel would have computed are garbage; cuDNN's attention needs a real driver."""
+    """Lengths that a kernel would have computed are garbage; cuDNN's attention needs a real driver.
+
+    Tensors are joined on the host, so that what is exported and loaded has the right bytes.
+    """
     import torch
     import transformer_engine.pytorch as te
 
-    reduce, repeat = torch.segment_reduce, torch.Tensor.repeat_interleave
+    reduce, repeat, join = torch.segment_reduce, torch.Tensor.repeat_interleave, torch.cat
 
     def segment_reduce(data, kind, *, lengths=None, **options):
+        note("segment_reduce")
         return reduce(data.cpu(), kind, lengths=lengths.cpu(), **options).to(data.device)
 
     def repeat_interleave(self, *args, **options):
         if not (args and isinstance(args[0], torch.Tensor)):
             return repeat(self, *args, **options)
+        note("repeat_interleave by a tensor")
         given = [value.cpu() if isinstance(value, torch.Tensor) else value for value in args]
         return repeat(self.cpu(), *given, **options).to(self.device)
 
     def attention(self, query, key, value, *args, **options):
+        note("attention")
         copies = query.shape[-2] // value.shape[-2]
         out = value.repeat_interleave(copies, dim=-2) if copies > 1 else value * 1.0
         return out.reshape(*query.shape[:-2], -1)
 
-    torch.segment_reduce = segment_reduce
-    torch.Tensor.repeat_interleave = repeat_interleave
+    def cat(tensors, *args, **options):
+        parts = tuple(tensors)
+        if not all(part.is_cuda for part in parts) or "out" in options:
+            return join(parts, *args, **options)
+        note("cat")
+        return join([part.cpu() for part in parts], *args, **options).to(parts[0].device)
+
+    torch.cat = unseen(cat)
+    torch.segment_reduce = unseen(segment_reduce)
+    torch.Tensor.repeat_interleave = unseen(repeat_interleave)
     te.DotProductAttention.forward = attention
 
 
 def _formats(module: ModuleType) -> None:
     """Whether all magnitudes are finite is the result of a reduction on the device."""
-    module._finite = lambda amax: amax
+    module._finite = noted("whether magnitudes are finite", lambda amax: amax)
 
 
 def _checksum(module: ModuleType) -> None:
     """Checksums of buckets on a device; computed on the host, they tell whether the right bytes have arrived."""
     multilinear = module.multilinear
-    module.multilinear = lambda payload: multilinear(payload.cpu())
+    module.multilinear = noted("checksums of buckets", lambda payload: multilinear(payload.cpu()))
 
 
 def _cuda_ipc(module: ModuleType) -> None:
@@ -93,7 +148,7 @@ def _cuda_ipc(module: ModuleType) -> None:
         return torch.as_tensor(Mapped(pointer.value, size), device="cuda")
 
     runtime = ctypes.CDLL("libcudart.so.13")
-    module.CudaRegion.show, module.map_cuda = show, map_cuda
+    module.CudaRegion.show, module.map_cuda = noted("torch's handles of CUDA IPC", show), map_cuda
 
 
 def _objects(module: ModuleType) -> None:
@@ -103,6 +158,7 @@ def _objects(module: ModuleType) -> None:
     def of_all(own: object, group: object) -> list[object]:
         import torch
 
+        note("sizes of pickled objects")
         count = module.get_world_size(group)
         content = torch.frombuffer(bytearray(pickle.dumps(own)), dtype=torch.uint8)
         sizes = torch.empty(count, dtype=torch.int64, device="cuda")

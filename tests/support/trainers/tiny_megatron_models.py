@@ -73,6 +73,14 @@ VARIANTS["blocks"] = (
 )
 """Whole blocks of 128 x 128 only, in Megatron's fused matrices as in single ones."""
 
+VARIANTS["expert_blocks"] = (
+    "Qwen3MoeConfig",
+    VARIANTS["blocks"][1]
+    | MOE
+    | {"head_dim": 128, "num_experts": 8, "moe_intermediate_size": 128, "norm_topk_prob": True},
+)
+"""Experts of the 30B-A3B kind, also in whole blocks."""
+
 
 def config_of(name):
     """Configuration of transformers."""
