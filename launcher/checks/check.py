@@ -4,6 +4,7 @@ bad rows, a model that the partition does not divide, too little memory.
 One `ConfigError` lists every problem. A check that needs a missing file is left out. Nothing here imports torch.
 """
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from launcher.checks.fit import fit
 from launcher.checks.formats import weight_format_warnings
 from launcher.checks.fp8 import fp8_problems, fp8_warnings
 from launcher.checks.functions import function_problems
-from launcher.checks.memory import MemoryPlan, sft_memory
+from launcher.checks.memory import MemoryPlan, allocator_problems, sft_memory
 from launcher.checks.model import engine_problems, partition_problems, response_lengths
 from launcher.checks.paths import file_problems, folder_problems, warm_start_target
 from launcher.cluster.node import NodeResources
@@ -66,6 +67,8 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
     if spec is None:
         raise ConfigError(listing("configuration", problems))
     fitted = fit(config, spec, nodes, problems)
+    if fitted is not None:
+        problems += allocator_problems(fitted.placement.transport, os.environ)
     _raise_any(problems)
     assert fitted is not None, "a run without a placement has problems"
     config = fitted.config

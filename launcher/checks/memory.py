@@ -4,12 +4,13 @@ A refusal names each table that does not fit, its worst phase, and the changes t
 by effect (`launcher.checks.memory_changes`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.checks.memory_changes import changes_of, conflicts
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import plan
+from launcher.cluster.weight_route import Transport
 from launcher.config.schema import SftConfig
 from launcher.errors import ConfigError
 from launcher.estimate.device_memory import with_reserve
@@ -18,6 +19,9 @@ from launcher.estimate.run_tables import run_tables
 from launcher.estimate.tables import MemoryTable, gib
 from megatron_rl.memory import TRAINER_PROCESS_BYTES, MemoryItem, trainer_rank
 from megatron_rl.model.spec import ModelSpec
+
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Variables with settings of torch's allocator of device memory."""
 
 MAX_CHANGES = 5
 """Changes that a refusal lists."""
@@ -152,3 +156,17 @@ def sft_memory(config: SftConfig, spec: ModelSpec, node: NodeResources) -> Memor
 
 def _times(items: Sequence[MemoryItem], count: int) -> list[MemoryItem]:
     return [replace(item, what=f"trainer {item.what}", num_bytes=count * item.num_bytes) for item in items]
+
+
+def allocator_problems(transport: Transport, environment: Mapping[str, str]) -> list[str]:
+    """Settings of torch's allocator with which no other process can map weights.
+
+    torch shares memory of expandable segments by a file descriptor of the process that owns it. Taking the descriptor
+    needs the right to trace that process, which containers do not give.
+    """
+    return [
+        f"the variable {name}={environment[name]}: weights travel by `publish.transport` = cuda_ipc, for which engines "
+        "cannot map expandable segments; remove `expandable_segments:True` from it, or set `publish.transport` to shm"
+        for name in ALLOCATOR
+        if transport == "cuda_ipc" and "expandable_segments:true" in environment.get(name, "").lower()
+    ]

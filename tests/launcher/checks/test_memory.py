@@ -8,7 +8,7 @@ import pytest
 
 from history.index.segment import file_bytes
 from history.types import PastResponse
-from launcher.checks.memory import MemoryPlan, Shortage, run_memory
+from launcher.checks.memory import MemoryPlan, Shortage, allocator_problems, run_memory
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import plan
 from launcher.config.schema import RunConfig
@@ -335,3 +335,12 @@ def test_critic_and_reference_are_in_the_tables_where_they_are(tmp_path: Path) -
     assert "reference copies" not in without["train"]
     assert without["train"]["pinned offload"] > host["train"]["pinned offload"]
     assert checkpoint_bytes(spec, TrainerConfig(), further) > 1.8 * checkpoint_bytes(spec, TrainerConfig())
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_are_refused_where_engines_map_memory_of_the_trainer(name: str) -> None:
+    environment = {name: "max_split_size_mb:64,expandable_segments:True"}
+    (problem,) = allocator_problems("cuda_ipc", environment)
+    assert f"{name}=max_split_size_mb:64,expandable_segments:True" in problem and "`publish.transport` to shm" in problem
+    assert not allocator_problems("nccl", environment) and not allocator_problems("cuda_ipc", {name: "backend:native"})
+    assert not allocator_problems("cuda_ipc", {})

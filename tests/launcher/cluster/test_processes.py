@@ -41,3 +41,8 @@ def test_the_devices_of_a_process_are_named_as_its_node_names_them() -> None:
     assert visible("a", 2, 3) == "2,3"
     assert visible("b", 1) == "GPU-7"
     assert visible("a") is None
+
+
+def test_kernels_of_trainer_ranks_start_in_the_order_of_their_calls() -> None:
+    assert ENVIRONMENT.trainer_rank(threads=1)["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ENVIRONMENT.engine(threads=1)
