@@ -341,6 +341,7 @@ def test_critic_and_reference_are_in_the_tables_where_they_are(tmp_path: Path) -
 def test_expandable_segments_are_refused_where_engines_map_memory_of_the_trainer(name: str) -> None:
     environment = {name: "max_split_size_mb:64,expandable_segments:True"}
     (problem,) = allocator_problems("cuda_ipc", environment)
-    assert f"{name}=max_split_size_mb:64,expandable_segments:True" in problem and "`publish.transport` to shm" in problem
+    assert f"{name}=max_split_size_mb:64,expandable_segments:True" in problem
+    assert "remove `expandable_segments:True`" in problem and "`publish.transport` to shm" in problem
     assert not allocator_problems("nccl", environment) and not allocator_problems("cuda_ipc", {name: "backend:native"})
     assert not allocator_problems("cuda_ipc", {})
