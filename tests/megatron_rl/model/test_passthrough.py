@@ -80,6 +80,7 @@ def test_on_a_gpu_no_field_changes_log_probabilities_or_gradients(ranks, tmp_pat
     [
         ({"moe_router_dtyp": "fp32"}, "did you mean `moe_router_dtype`"),
         ({"num_layers": 3}, "`num_layers` is not a field that may be set here"),
+        ({"attention_backend": "flash"}, "`attention_backend` is not a field that may be set here"),
         ({"moe_z_loss_coeff": 1e-3}, "`moe_z_loss_coeff` is refused: Megatron would count it once for every token"),
         ({"fp8_param": True}, "`trainer.fp8` sets it"),
         ({"recompute_num_layers": True}, "`recompute_num_layers` = True must be of type int"),
