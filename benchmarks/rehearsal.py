@@ -44,7 +44,8 @@ class Collector:
         fault = "" if report.passed else str(report.longrepr).rpartition("AssertionError: ")[2].partition("\n")[0][:300]
         stood_in_for = str(known.get("stood_in_for", ""))
         outcome = ("stood in for" if stood_in_for else "PASS") if report.passed else "FAIL"
-        self.rows[_case(report.nodeid)] = _row(_case(report.nodeid), outcome) | {
+        self.rows[_case(report.nodeid)] = {
+            **_row(_case(report.nodeid), outcome),
             "passed": report.passed,
             "stages": int(str(known.get("stages", 0))),
             "stood_in_for": stood_in_for,
