@@ -41,6 +41,10 @@ def trainer(fp8: str, format: str, recompute: str = "none", *, family: str = "bl
     return Case(script="trainer_case", arguments=(family, fp8, format, recompute))
 
 
+def ranks(family: str, way: str, *, num_devices: int) -> Case:
+    return Case(script="ranks_case", arguments=(family, way), num_devices=num_devices)
+
+
 def run(format: str, transport: str, *overrides: str, num_devices: int = 1) -> Case:
     return Case(
         script="run_case",
@@ -80,6 +84,8 @@ CASES: dict[str, Case] = {
     "run fp8_block through gloo": run("fp8_block", "gloo"),
     "NCCL between four processes": Case(script="nccl_case", arguments=("4",), num_devices=4),
     "CUDA IPC between processes": gpu_tests(TRANSPORTS, "mapped", reuses_memory=True),
+    "two trainer ranks to colocated engine ranks": ranks("blocks", "colocated", num_devices=2),
+    "two trainer ranks with experts to colocated engine ranks": ranks("expert_blocks", "colocated", num_devices=2),
     "a publish over NCCL": gpu_tests(TRANSPORTS, "nccl and not True", num_devices=2),
     "run int8 colocated on two devices": run("int8", "cuda_ipc", *COLOCATED, num_devices=2),
     "run int8 disaggregated on three devices": run("int8", "nccl", *DISAGGREGATED, num_devices=3),
