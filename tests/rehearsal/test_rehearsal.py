@@ -60,6 +60,7 @@ def gpu_tests(path: str, expression: str, **on: int) -> Case:
 TRANSPORTS = "tests/rollout/transports/test_transports_gpu.py"
 CASES: dict[str, Case] = {
     "imports": Case(script="import_case"),
+    "waits for a device": Case(script="wait_case"),
     "first hour, facts of the device": Case(script="device_case"),
     **{
         f"configurations of engines of {model}": Case(script="config_case", arguments=(model,), num_devices=8)
