@@ -5,6 +5,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable, Coroutine
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from rollout.engine.spec import DraftSpec, EngineSpec
 from rollout.engine.state import EngineStatus
 from rollout.transports.base import ShmChannel
 from rollout.transports.shm import ShmSender
-from rollout.types import GroupId, Prompt, PromptGroup, PromptId, SamplingSpec
+from rollout.types import FinishReason, GroupId, Prompt, PromptGroup, PromptId, SamplingSpec
 from tests.rehearsal.stages import stage
 from tests.support.engines.packing import RUN_ID, pack, stacked
 from tests.support.engines.tiny_vllm_models import in_format, make_weights, save_checkpoint
@@ -95,6 +96,17 @@ class Case:
         drafted = (await self.engine.draft_stats()).num_drafted
         assert (drafted > 0) == (self.engine.spec.drafts is not None), drafted
 
+    async def abort(self) -> None:
+        """Responses of a group that ends early keep what they have."""
+        group = replace(GROUP, group_id=GroupId(1), sampling=replace(GROUP.sampling, max_response_tokens=200))
+        running = asyncio.ensure_future(self.engine.generate_group(group))
+        while not any(max(each.emitted, default=0) for each in self.engine.in_flight()):
+            await asyncio.sleep(0.01)
+        aborted = await self.engine.abort(group.group_id)
+        summary, columns = await running
+        assert aborted == summary.finish_reasons.count(FinishReason.ABORT) > 0, summary
+        assert 0 < len(columns.rollout_logprobs) == sum(summary.lengths) < 4 * 200, summary
+
 
 def main(format: str, drafts: str, sleep: str, eager: str, kv_format: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -123,6 +135,7 @@ def rehearse(case: Case, *, sleeps: bool) -> None:
         case.run(f"probe {version}", lambda: weights.probe(PROBE))
     case.run("leave the channel", lambda: case.engine._handle.ranks("close_channel"))
     case.run("generate", case.generate)
+    case.run("abort", case.abort)
 
 
 if __name__ == "__main__":
