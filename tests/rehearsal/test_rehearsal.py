@@ -86,6 +86,7 @@ CASES: dict[str, Case] = {
     "NCCL between four processes": Case(script="nccl_case", arguments=("4",), num_devices=4),
     "CUDA IPC between processes": gpu_tests(TRANSPORTS, "mapped", reuses_memory=True),
     "two trainer ranks to colocated engine ranks": ranks("blocks", "colocated", num_devices=2),
+    "two trainer ranks to a chain of two engines": ranks("blocks", "chain", num_devices=6),
     "two trainer ranks with experts to colocated engine ranks": ranks("expert_blocks", "colocated", num_devices=2),
     "a publish over NCCL": gpu_tests(TRANSPORTS, "nccl and not True", num_devices=2),
     "run int8 colocated on two devices": run("int8", "cuda_ipc", *COLOCATED, num_devices=2),
