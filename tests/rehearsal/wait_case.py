@@ -42,7 +42,9 @@ def waits(action: Callable[[], object]) -> list[str]:
             action()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    return [f"{each.filename}:{each.lineno}" for each in found if "called a synchronizing" in str(each.message)]
+    sites = [f"{each.filename}:{each.lineno}" for each in found if "called a synchronizing" in str(each.message)]
+    # code that torch has compiled contains the stand-in of `cat`, which waits
+    return [site for site in sites if "torchinductor" not in site]
 
 
 def count() -> None:

@@ -95,8 +95,7 @@ def _learner(module: ModuleType) -> None:
 
     def cat(tensors, *args, **options):
         parts = tuple(tensors)
-        # what torch compiles is a kernel of its own
-        if torch.compiler.is_compiling() or not all(part.is_cuda for part in parts) or "out" in options:
+        if not all(part.is_cuda for part in parts) or "out" in options:
             return join(parts, *args, **options)
         note("cat")
         return join([part.cpu() for part in parts], *args, **options).to(parts[0].device)
