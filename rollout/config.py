@@ -101,8 +101,8 @@ class EngineConfig(Config):
     nat of their spread: the standard deviation of the trainer's, at least 1. The trainer uses dequantised codes. Above
     it the publish fails."""
     # e4m3 rounds what attention reads; `fp8_channel` rounds inputs and weights of every linear layer the same way. The
-    # former alone made 0.5 to 0.75 of the difference that rounded inputs alone make, in models of 2 to 64 layers,
-    # trained and random. So it gets 3/4 of the bound of `fp8_channel`.
+    # former alone made 0.5 to 0.85 of the difference that rounded inputs alone make in random models of 2 to 64 layers,
+    # so it gets 3/4 of the bound of `fp8_channel`.
     probe_max_kv_gap: float = Field(default=0.45, gt=0)
     """What `kv_format` = fp8 may add to this difference: the bound is the root of the sum of both squares."""
     max_restarts: int = Field(default=3, ge=0)
