@@ -26,12 +26,11 @@ from launcher.commands.startup import Workers, start_workers
 from launcher.run_dir.console import RunProgress
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.publish_refusal import PublishRefusedError
-from megatron_rl.controller.publisher import Publisher, probe_tokens
-from megatron_rl.trainer.messages import ProbeResult
+from megatron_rl.controller.publisher import Publisher, probe_tokens, spread
 from rollout.types import WeightVersion
 
 MAX_REFERENCE_GAP = {"fp32": 1e-3, "bf16": 0.1}
-"""Mean absolute difference between trainer and Hugging Face, in nats per nat of the spread (`ProbeResult.spread`), by
+"""Mean absolute difference between trainer and Hugging Face, in nats per nat of the spread (`spread`), by
 the dtype of the trainer. Two FP32 implementations differ in the order of their sums; BF16 has 8 bits in every layer."""
 
 Logprobs = npt.NDArray[np.float32]
@@ -119,7 +118,7 @@ def trainer_line(own: Logprobs, expected: Logprobs, *, bound: float) -> Check:
         expected: log-probabilities by Hugging Face, [tokens - 1].
         bound: largest mean absolute difference, in nats per nat of the spread of `expected`.
     """
-    bound *= ProbeResult(logprobs=expected).spread
+    bound *= spread(expected)
     gap = float(np.abs(own.astype(np.float64) - expected).mean())
     wrong = (
         f"the bound is {bound:.3g} nats; the trainer does not compute what Hugging Face computes with these weights: "

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_rl.controller.delivery import WeightDelivery
 from megatron_rl.controller.publish_refusal import PublishRefusedError
@@ -72,7 +73,7 @@ class Publisher:
         """Publish by `delivery`, which must be connected.
 
         `plan` equals the trainer's (`plan_reshard` of the same arguments). `max_probe_gap` is in nats per nat of
-        `ProbeResult.spread`. With
+        `spread`. With
         `drain_timeout_s`, engines finish their responses before weights are sent, within that time. `make_room` is
         called after the trainer's last part in a publish, and engines forward only afterwards.
         """
@@ -172,7 +173,7 @@ class Publisher:
         proving = proving or self._engines.begin_probe(self._probe_tokens)
         probed = self._engines.wait(proving, timeout_s=self._timeout_s)
         gaps = {engine: _gap(logprobs, reference) for engine, logprobs in probed.items()}
-        bound = self._max_probe_gap * reference.spread
+        bound = self._max_probe_gap * spread(reference.logprobs)
         bad = {engine: gap for engine, gap in gaps.items() if not gap <= bound}
         if bad:
             fault = (
@@ -182,6 +183,11 @@ class Publisher:
             )
             self._fence(dict.fromkeys(bad, fault))
         return tuple(gaps.values())
+
+
+def spread(logprobs: npt.NDArray[np.float32]) -> float:
+    """Standard deviation of log-probabilities in nats, at least 1. Differences by rounding grow with it."""
+    return max(1.0, float(logprobs.astype(np.float64).std()))
 
 
 def _gap(logprobs: Sequence[float], reference: ProbeResult) -> float:

@@ -69,8 +69,3 @@ class ProbeResult:
 
     logprobs: npt.NDArray[np.float32]
     """[probe tokens - 1], at temperature 1."""
-
-    @property
-    def spread(self) -> float:
-        """Standard deviation of the log-probabilities in nats, at least 1. Differences by rounding grow with it."""
-        return max(1.0, float(self.logprobs.astype(np.float64).std()))

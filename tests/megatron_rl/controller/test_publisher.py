@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.controller.delivery import DeliveryReport, StreamingDelivery
-from megatron_rl.controller.publisher import Publisher
+from megatron_rl.controller.publisher import Publisher, spread
 from megatron_rl.model.spec import Experts, ModelSpec
 from megatron_rl.trainer.messages import ProbeResult, StagedWeights
 from megatron_rl.weights.quantization_stats import QuantizationStats
@@ -171,8 +171,8 @@ def test_engines_probe_only_after_the_trainer_offloaded():
 def test_the_bound_of_the_probe_grows_with_the_spread_because_rounding_does():
     """Confident models have log-probabilities far apart: a healthy BF16 engine then differs by more than 0.1 nats."""
     confident = 4 * REFERENCE
-    assert ProbeResult(logprobs=confident).spread == pytest.approx(np.std(confident)) == pytest.approx(8 / 3)
-    assert ProbeResult(logprobs=REFERENCE).spread == 1.0
+    assert spread(confident) == pytest.approx(np.std(confident)) == pytest.approx(8 / 3)
+    assert spread(REFERENCE) == 1.0
     served = publisher([], [confident + 0.25])
     served._trainer.logprobs = confident
     assert served.publish(3).probe_gaps == pytest.approx((0.25,))
