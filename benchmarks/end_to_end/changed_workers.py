@@ -30,11 +30,16 @@ class RinglessProposer(HistoryProposer):
     def make_drafter(self, cost_model: "ForwardCostModel") -> RowDrafter:
         """The product's drafter; it never searches the ring."""
         drafter = super().make_drafter(cost_model)
-        drafter._decide_ring_use = lambda gained, accepted: _close(drafter)  # type: ignore[attr-defined]
         _close(drafter)
         print(SIGN, flush=True)
         return drafter
 
 
 def _close(drafter: RowDrafter) -> None:
-    drafter._state.uses_ring[0] = 0  # type: ignore[attr-defined]
+    # numba may not be imported before the CPU worker has initialised
+    from history.drafting.forward import RING_TRIAL
+    from history.drafting.ring_use import PAYS
+
+    state, draft = drafter._state, drafter._draft  # type: ignore[attr-defined]
+    state.uses_ring[0], state.ring_trials[PAYS] = 0, 0
+    drafter._draft = lambda *request: draft(*request[:-1], request[-1] & ~RING_TRIAL)  # type: ignore[attr-defined]

@@ -42,8 +42,6 @@ def choose_draft_lengths(
     """
     num_rows = len(available)
     values = np.zeros(survivals.shape, dtype=np.float32)
-    counts = np.zeros(_NUM_BINS, dtype=np.int64)
-    sums = np.zeros(_NUM_BINS)
     for row in range(num_rows):
         survival = np.float32(1.0)
         for k in range(available[row]):
@@ -58,13 +56,17 @@ def choose_draft_lengths(
         for k in range(available[row]):
             if bins[row, k] < 0:
                 break
-            counts[bins[row, k]] += 1
-            sums[bins[row, k]] += values[row, k]
             lowest, highest = min(lowest, bins[row, k]), max(highest, bins[row, k])
     # other bins are empty
-    num_drafted, last_bin, num_of_last = _best_prefix(
-        counts[lowest : highest + 1], sums[lowest : highest + 1], weights.sum(), seconds
-    )
+    counts = np.zeros(max(highest - lowest + 1, 0), dtype=np.int64)
+    sums = np.zeros(len(counts))
+    for row in range(num_rows):
+        for k in range(available[row]):
+            if bins[row, k] < 0:
+                break
+            counts[bins[row, k] - lowest] += 1
+            sums[bins[row, k] - lowest] += values[row, k]
+    num_drafted, last_bin, num_of_last = _best_prefix(counts, sums, weights.sum(), seconds)
     last_bin += lowest
     lengths = np.zeros(num_rows, dtype=np.int32)
     if num_drafted == 0:

@@ -13,25 +13,18 @@ from pathlib import Path
 import numpy as np
 
 from history.drafting.acceptance import NUM_BINS
-from history.drafting.draft_length import (
-    break_even,
-    choose_draft_lengths,
-    expected_remaining,
-    lengths_above,
-    makespan_weights,
-)
+from history.drafting.forward import ALL, CANNOT_PAY, CHOOSE, COUNT, IS_CROWDED, RING_TRIAL, SEARCH, draft, totals
 from history.drafting.forward_cost import ForwardCostModel
-from history.drafting.observed_survival import scale_to_observed_survival
-from history.drafting.parallel import DraftRequests, DraftThreads
+from history.drafting.parallel import DraftThreads
 from history.drafting.prompt_group import DraftGroup
 from history.drafting.recent_ring import REGION, append_finished
+from history.drafting.ring_use import RING_TRIAL_EVERY
 from history.drafting.state import (
     ACCEPTED,
     ACCEPTED_BY,
     CHOSEN,
     COUNTED,
     CROWDED,
-    DRAFTED,
     EMITTED,
     GAINED,
     GROUP,
@@ -47,19 +40,18 @@ from history.drafting.state import (
     RING_END,
     RING_STOP,
     ROWS,
+    SAVED,
     SURVIVED,
     Doubles,
     DraftState,
     Longs,
     fresh_state,
-    table_of,
+    with_batch,
     with_groups,
     with_rows,
 )
 from history.drafting.stats import DraftStats
-from history.drafting.update import count_emitted, update_state
 from history.index.segment import SegmentError
-from history.jit import kernel
 from history.types import TokenIds
 
 _log = logging.getLogger(__name__)
@@ -68,20 +60,13 @@ _RETRY_SEGMENTS_EVERY = 64
 """Forwards between two attempts to attach missing or damaged segments."""
 _ROWS_ADDED = 64
 """Draft rows, and groups, added at a time."""
-_MIN_WEIGHT, _MAX_WEIGHT = 0.5, 4.0
-"""Bounds of a row's makespan weight."""
 _MAX_USELESS = 8
 """Consecutive forwards without drafts after which the drafter rests."""
 _MAX_REST = 16
-_RING_TRIALS, _RING_TRIAL_EVERY = 32, 16
-"""Forwards with ring search before its gain is evaluated; interval of forwards that search while it does not pay."""
-_FEW_RING_TRIALS, _ENOUGH_ACCEPTED = 8, 4000
-"""Forwards and accepted tokens before the evaluation in a large batch. Fewer may misjudge: see decision 19."""
-_MIN_RING_GAIN = 0.05
-"""Least share of accepted tokens that the ring must add. A search takes about a millisecond for 256 rows, a twentieth
-of a forward of 20 ms."""
 _NOTICEABLE = 0.005
 """Share of a forward above which the drafter's own time is worth saving."""
+_LONG, _INT = np.dtype(np.int64), np.dtype(np.int32)
+_NO_PRICES: Doubles = np.zeros(0)
 
 
 class Drafter:
@@ -110,23 +95,16 @@ class Drafter:
         self._max_draft_tokens = max_draft_tokens
         self._directory = Path(segments_dir) if segments_dir else None
         self._cost_model = cost_model
-        self._threshold = threshold
         self._max_model_len = max_model_len
-        self._set_state(fresh_state(max_draft_tokens))
         self._threads = DraftThreads(num_threads, max_draft_tokens=max_draft_tokens)
+        self._set_state(fresh_state(max_draft_tokens, threshold))
         self._groups: dict[int, tuple[int, DraftGroup]] = {}
         self._open_rows: dict[int, tuple[int, DraftGroup]] = {}
         self._free_groups: list[int] = []
         self._free_rows: list[int] = []
         self._num_useless, self._num_resting = 0, 0
-        self._uses_ring, self._num_ring_trials = True, 0
-        self._num_ring_gained, self._num_accepted = 0.0, 0.0
-        self._last_seconds: tuple[float, float] | None = None
-        """Estimated seconds of the forward under way: without drafts, and with them."""
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
-        self._propose_s, self._saved_s = 0.0, 0.0
-        self._recent_survival = np.zeros(4)
-        """Expected and observed survivors: of `DraftState.sums` at the last forward, then their decayed sums."""
+        self._propose_s = 0.0
 
     def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
         """Add a request and return its draft row.
@@ -182,23 +160,30 @@ class Drafter:
             rooms: [R], most tokens to draft for each row.
         """
         began = time.perf_counter()
-        requests = DraftRequests.of(draft_rows, token_ids, num_tokens, rooms)
+        # other dtypes would compile new kernels in the middle of a run
+        draft_rows, num_tokens = np.asarray(draft_rows, _LONG), np.asarray(num_tokens, _INT)
+        token_ids, rooms = np.ascontiguousarray(token_ids, _INT), np.asarray(rooms, _INT)
+        num_rows = len(draft_rows)
         self._num_forwards += 1
         if self._num_forwards % _RETRY_SEGMENTS_EVERY == 0:
             self._retry_segments()
-        self._count(requests)
-        seconds = None
+        if num_rows > len(self._state.available):
+            self._set_state(with_batch(self._state, num_rows))
+        seconds = _NO_PRICES
         if self._cost_model is not None:
-            num_rows = len(requests)
-            most, context = _totals(requests.rooms, requests.num_tokens, self._max_draft_tokens)
-            seconds = self._cost_model.seconds_by_tokens(num_rows, num_rows + max(most, 0), context)
-            if self._num_resting or break_even(seconds, num_rows) >= 1:
-                return self._rest(num_rows, began)
-        drafts = self._draft(requests, seconds)
+            most, context = totals(rooms, num_tokens, self._max_draft_tokens)
+            seconds = self._cost_model.seconds_by_tokens(num_rows, num_rows + most, context)
+        steps = ALL if self._num_resting == 0 else COUNT
+        if self._num_forwards % RING_TRIAL_EVERY == 0:
+            steps |= RING_TRIAL
+        num_drafted = self._draft(draft_rows, token_ids, num_tokens, rooms, seconds, steps)
+        drafts = self._drafts(num_rows, num_drafted)
         spent = time.perf_counter() - began
         self._propose_s += spent
-        if seconds is not None:
-            self._back_off(any(drafts), spent / seconds[0])
+        if num_drafted == CANNOT_PAY or self._num_resting > 0:
+            self._num_resting = max(self._num_resting - 1, 0)
+        elif self._cost_model is not None:
+            self._back_off(num_drafted > 0, spent / seconds[0])
         return drafts
 
     def drain(self) -> DraftStats:
@@ -219,66 +204,42 @@ class Drafter:
             num_hits=self._num_hits,
             num_damaged=self._num_damaged,
             propose_s=self._propose_s,
-            saved_s=float(self._saved_s),
+            saved_s=float(sums[SAVED]),
         )
         sums[:] = 0
-        self._recent_survival[:2] = 0
+        self._state.recent_survival[:2] = 0
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
-        self._propose_s, self._saved_s = 0.0, 0.0
+        self._propose_s = 0.0
         return stats
 
-    def _draft(self, requests: DraftRequests, seconds: Doubles | None) -> list[list[int]]:
-        state, sums = self._state, self._state.sums
-        num_gained, num_accepted = sums[GAINED], sums[ACCEPTED]
-        update_state(self._table, requests.draft_rows, requests.token_ids, requests.num_tokens)
-        self._decide_ring_use(sums[GAINED] - num_gained, sums[ACCEPTED] - num_accepted)
-        if sums[CROWDED]:
+    def _draft(
+        self,
+        draft_rows: Longs,
+        token_ids: TokenIds,
+        num_tokens: TokenIds,
+        rooms: TokenIds,
+        seconds: Doubles,
+        steps: int,
+    ) -> int:
+        """Run these steps of `history.drafting.forward`; the search on as many threads as the batch can use."""
+        num_rows = len(draft_rows)
+        tables, requests = self._tables, (draft_rows, token_ids, num_tokens, rooms, seconds)
+        splits = steps & SEARCH and self._threads.num_parts(num_rows) > 1
+        result = draft(tables[0], *requests, steps & ~(SEARCH | CHOOSE) if splits else steps, 0, num_rows)
+        if result == IS_CROWDED:
             self._rehash()
-        best = self._threads.propose(state, self._table, requests)
-        scale_to_observed_survival(self._recent_survival, sums, best.survivals, best.available)
-        if seconds is None:
-            lengths = lengths_above(best.survivals, best.available, self._threshold)
-        else:
-            remaining = expected_remaining(state.rows, state.remaining, requests.draft_rows, requests.num_tokens)
-            weights = makespan_weights(remaining, _MIN_WEIGHT, _MAX_WEIGHT)
-            lengths = choose_draft_lengths(best.survivals, best.available, weights, seconds)
-        ends = np.empty(len(requests), dtype=np.int64)
-        tokens = _record_drafts(state.rows, requests.draft_rows, best.tokens, lengths, ends).tolist()
-        if seconds is not None:
-            self._last_seconds = float(seconds[0]), float(seconds[len(tokens)])
-        return [tokens[start:end] for start, end in pairwise([0, *ends.tolist()])]
+        if result == CANNOT_PAY or not (splits or result == IS_CROWDED):
+            return int(result)
+        if splits:
+            self._threads.run(lambda part, begin, end: draft(tables[part], *requests, SEARCH, begin, end), num_rows)
+            return int(draft(tables[0], *requests, CHOOSE, 0, 0))
+        return int(draft(tables[0], *requests, SEARCH | CHOOSE, 0, num_rows))
 
-    def _decide_ring_use(self, num_gained: float, num_accepted: float) -> None:
-        """Search the ring in every forward while it adds accepted tokens; otherwise search it rarely, as a trial."""
-        if self._state.uses_ring[0]:
-            self._num_ring_trials += 1
-            self._num_ring_gained += num_gained
-            self._num_accepted += num_accepted
-        if self._num_ring_trials >= (_FEW_RING_TRIALS if self._num_accepted >= _ENOUGH_ACCEPTED else _RING_TRIALS):
-            self._uses_ring = self._num_ring_gained > _MIN_RING_GAIN * self._num_accepted
-            # earlier trials keep half their weight, so that one bad stretch does not change the decision
-            self._num_ring_trials, self._num_ring_gained, self._num_accepted = (
-                0,
-                self._num_ring_gained / 2,
-                self._num_accepted / 2,
-            )
-        self._state.uses_ring[0] = self._uses_ring or self._num_forwards % _RING_TRIAL_EVERY == 0
-
-    def _count(self, requests: DraftRequests) -> None:
-        """Count the tokens that the last forward emitted, and the time saved over plain forwards of one token a row."""
-        sums = self._state.sums
-        num_rows, num_emitted = sums[ROWS], sums[EMITTED]
-        count_emitted(self._state.rows, sums, requests.draft_rows, requests.num_tokens)
-        if self._last_seconds is not None and sums[ROWS] > num_rows:
-            plain, spent = self._last_seconds
-            self._saved_s += plain * (sums[EMITTED] - num_emitted) / (sums[ROWS] - num_rows) - spent
-        self._last_seconds = None
-
-    def _rest(self, num_rows: int, began: float) -> list[list[int]]:
-        """Neither draft nor learn; `update_state` reads the tokens emitted meanwhile later, all at once."""
-        self._num_resting = max(self._num_resting - 1, 0)
-        self._propose_s += time.perf_counter() - began
-        return [[] for _ in range(num_rows)]
+    def _drafts(self, num_rows: int, num_drafted: int) -> list[list[int]]:
+        if num_drafted <= 0:
+            return [[] for _ in range(num_rows)]
+        tokens, ends = self._state.drafted[:num_drafted].tolist(), self._state.ends[: num_rows + 1].tolist()
+        return [tokens[start:end] for start, end in pairwise(ends)]
 
     def _back_off(self, useful: bool, share: float) -> None:
         """Rest after many useless forwards, for growing intervals, if drafting took a noticeable share of a forward."""
@@ -287,8 +248,8 @@ class Drafter:
             self._num_resting = min(1 << (self._num_useless - _MAX_USELESS), _MAX_REST)
 
     def _set_state(self, state: DraftState) -> None:
-        """Replace arrays of the state, and with them the table that kernels take."""
-        self._state, self._table = state, table_of(state)
+        """Replace arrays of the state, and with them the tables that kernels take."""
+        self._state, self._tables = state, self._threads.tables(state)
 
     def _add_group(self, prompt_key: int, prompt_length: int, region_size: int, step: int) -> None:
         if not self._free_groups:
@@ -326,28 +287,3 @@ class Drafter:
             if row[NUM_LIVE] > 2 * row[NUM_BUCKETS]:
                 group.rehash()
                 group.write(row)
-
-
-@kernel
-def _totals(rooms: TokenIds, num_tokens: TokenIds, max_draft_tokens: int) -> tuple[int, int]:
-    """Most tokens that can be drafted in all, and tokens of all texts."""
-    most, context = 0, 0
-    for row in range(len(rooms)):
-        most += min(rooms[row], max_draft_tokens)
-        context += num_tokens[row]
-    return most, context
-
-
-@kernel
-def _record_drafts(columns: Longs, draft_rows: Longs, drafts: TokenIds, lengths: TokenIds, ends: Longs) -> TokenIds:
-    """Record each row's draft length, and join the drafts; row i's draft ends at ends[i]."""
-    flat = np.empty(lengths.sum(), dtype=np.int32)
-    end = 0
-    for row in range(len(draft_rows)):
-        for k in range(lengths[row]):
-            flat[end + k] = drafts[row, k]
-        end += lengths[row]
-        ends[row] = end
-        if draft_rows[row] >= 0:
-            columns[draft_rows[row], DRAFTED] = lengths[row]
-    return flat

@@ -66,9 +66,10 @@ NOWHERE, IN_HISTORY, IN_LIVE = range(3)
 ROWS, EMITTED, PROPOSED, ACCEPTED, CROWDED = range(5)
 PROPOSED_BY, ACCEPTED_BY, GAINED = 5, 9, 13
 COUNTED, PREDICTED, SURVIVED = 14, 14 + NUM_BINS, 14 + 2 * NUM_BINS
-NUM_SUMS = 14 + 3 * NUM_BINS
+SAVED = 14 + 3 * NUM_BINS
+NUM_SUMS = SAVED + 1
 """Counters since the last report. CROWDED: living texts that have outgrown their buckets. GAINED: tokens accepted from
-the ring, minus those that would have been accepted without it."""
+the ring, minus those that would have been accepted without it. SAVED: estimated seconds saved by drafts."""
 
 
 class DraftState(NamedTuple):
@@ -117,8 +118,26 @@ class DraftState(NamedTuple):
     """[1]: end of the newest text."""
     uses_ring: Longs
     """[1]: whether this forward searches the ring."""
+    ring_trials: Doubles
+    """[4], see `history.drafting.ring_use`."""
+    recent_survival: Doubles
+    """[4], see `history.drafting.observed_survival`."""
+    last_seconds: Doubles
+    """[2]: estimated seconds of the forward under way without drafts (0: unknown), and with them."""
+    threshold: Doubles
+    """[1]: least survival of a draft token, without prices."""
     sums: Doubles
     """[NUM_SUMS]"""
+    best_tokens: TokenIds
+    """[R, K]: each batch row's best candidate; this and the following arrays hold one forward's results."""
+    best_survivals: Floats
+    """[R, K]: probability that a token and all before it are accepted."""
+    available: TokenIds
+    """[R]: tokens of each best candidate, at most K."""
+    drafted: TokenIds
+    """[R K]: all drafts, joined."""
+    ends: Longs
+    """[R + 1]: 0, then the end of each row's draft in `drafted`."""
     places: TokenIds
     """[NUM_PLACES]; this and the following arrays are scratch memory."""
     votes: TokenIds
@@ -133,54 +152,68 @@ class DraftState(NamedTuple):
     """[C, K]"""
 
 
+_NUM_SIZES = 5
+
+
 def table_of(state: DraftState) -> Longs:
-    """The table of a state, which kernels take in its place: the address of each array, then four sizes.
+    """The table of a state, which kernels take in its place: five sizes, then the address of each array.
 
     numba unpacks every array at every call of a kernel, so one table costs less. It is made anew whenever an array is
     replaced. The caller keeps the arrays alive.
     """
     addresses = [array.__array_interface__["data"][0] for array in state]
-    sizes = len(state.rows), len(state.groups), len(state.counts), state.products.shape[1]
-    return np.array([*addresses, *sizes], dtype=np.int64)
+    most = state.products.shape[1]
+    sizes = len(state.rows), len(state.groups), len(state.counts), most, len(state.available)
+    return np.array([*sizes, *addresses], dtype=np.int64)
 
 
 @kernel
 def state_at(table: Longs) -> DraftState:
     """View the state of a table, without reference counts. Only for kernels."""
-    rows, groups, cells, most = table[-4], table[-3], table[-2], table[-1]
+    rows, groups, cells, most, batch = table[0], table[1], table[2], table[3], table[4]
+    at = table[_NUM_SIZES:]
     return DraftState(
-        rows=int64s_at(table[0], (rows, NUM_ROW_COLUMNS)),
-        chains=int32s_at(table[1], (rows, NUM_CANDIDATES, most)),
-        cells=int32s_at(table[2], (rows, NUM_CANDIDATES, most)),
-        lengths=int32s_at(table[3], (rows, NUM_CANDIDATES)),
-        anchors=int64s_at(table[4], (rows, NUM_CANDIDATES)),
-        match_lengths=int32s_at(table[5], (rows, NUM_CANDIDATES)),
-        origins=int32s_at(table[6], (rows, NUM_CANDIDATES)),
-        products=float32s_at(table[7], (rows, most)),
-        survivals=float32s_at(table[8], (rows, most)),
-        groups=int64s_at(table[9], (groups, NUM_GROUP_COLUMNS)),
-        remaining=float64s_at(table[10], (groups, REST_POINTS + 1)),
-        counts=float32s_at(table[11], (cells, 2)),
-        rates=float32s_at(table[12], cells),
-        correction_sums=float32s_at(table[13], (NUM_CORRECTIONS, 2)),
-        corrections=float32s_at(table[14], NUM_CORRECTIONS),
-        origin_sums=float32s_at(table[15], (NUM_ORIGINS, 2)),
-        origin_scales=float32s_at(table[16], NUM_ORIGINS),
-        ring=int32s_at(table[17], RING_TOKENS),
-        ring_buckets=int32s_at(table[18], (RING_BUCKETS, NUM_PLACES)),
-        ring_end=int64s_at(table[19], 1),
-        uses_ring=int64s_at(table[20], 1),
-        sums=float64s_at(table[21], NUM_SUMS),
-        places=int32s_at(table[22], NUM_PLACES),
-        votes=int32s_at(table[23], (NUM_CANDIDATES, most, 2)),
-        kinds=int64s_at(table[24], NUM_CANDIDATES),
-        leads=int64s_at(table[25], NUM_CANDIDATES),
-        common=int64s_at(table[26], (NUM_CANDIDATES, NUM_CANDIDATES)),
-        candidate_products=float32s_at(table[27], (NUM_CANDIDATES, most)),
+        rows=int64s_at(at[0], (rows, NUM_ROW_COLUMNS)),
+        chains=int32s_at(at[1], (rows, NUM_CANDIDATES, most)),
+        cells=int32s_at(at[2], (rows, NUM_CANDIDATES, most)),
+        lengths=int32s_at(at[3], (rows, NUM_CANDIDATES)),
+        anchors=int64s_at(at[4], (rows, NUM_CANDIDATES)),
+        match_lengths=int32s_at(at[5], (rows, NUM_CANDIDATES)),
+        origins=int32s_at(at[6], (rows, NUM_CANDIDATES)),
+        products=float32s_at(at[7], (rows, most)),
+        survivals=float32s_at(at[8], (rows, most)),
+        groups=int64s_at(at[9], (groups, NUM_GROUP_COLUMNS)),
+        remaining=float64s_at(at[10], (groups, REST_POINTS + 1)),
+        counts=float32s_at(at[11], (cells, 2)),
+        rates=float32s_at(at[12], cells),
+        correction_sums=float32s_at(at[13], (NUM_CORRECTIONS, 2)),
+        corrections=float32s_at(at[14], NUM_CORRECTIONS),
+        origin_sums=float32s_at(at[15], (NUM_ORIGINS, 2)),
+        origin_scales=float32s_at(at[16], NUM_ORIGINS),
+        ring=int32s_at(at[17], RING_TOKENS),
+        ring_buckets=int32s_at(at[18], (RING_BUCKETS, NUM_PLACES)),
+        ring_end=int64s_at(at[19], 1),
+        uses_ring=int64s_at(at[20], 1),
+        ring_trials=float64s_at(at[21], 4),
+        recent_survival=float64s_at(at[22], 4),
+        last_seconds=float64s_at(at[23], 2),
+        threshold=float64s_at(at[24], 1),
+        sums=float64s_at(at[25], NUM_SUMS),
+        best_tokens=int32s_at(at[26], (batch, most)),
+        best_survivals=float32s_at(at[27], (batch, most)),
+        available=int32s_at(at[28], batch),
+        drafted=int32s_at(at[29], batch * most),
+        ends=int64s_at(at[30], batch + 1),
+        places=int32s_at(at[31], NUM_PLACES),
+        votes=int32s_at(at[32], (NUM_CANDIDATES, most, 2)),
+        kinds=int64s_at(at[33], NUM_CANDIDATES),
+        leads=int64s_at(at[34], NUM_CANDIDATES),
+        common=int64s_at(at[35], (NUM_CANDIDATES, NUM_CANDIDATES)),
+        candidate_products=float32s_at(at[36], (NUM_CANDIDATES, most)),
     )
 
 
-def fresh_state(max_draft_tokens: int) -> DraftState:
+def fresh_state(max_draft_tokens: int, threshold: float = 0.0) -> DraftState:
     """Make a state without draft rows or groups."""
     counts = fresh_counts()
     return DraftState(
@@ -205,7 +238,16 @@ def fresh_state(max_draft_tokens: int) -> DraftState:
         ring_buckets=np.full((RING_BUCKETS, NUM_PLACES), -1, dtype=np.int32),
         ring_end=np.zeros(1, dtype=np.int64),
         uses_ring=np.ones(1, dtype=np.int64),
+        ring_trials=np.array([1.0, 0.0, 0.0, 0.0]),
+        recent_survival=np.zeros(4),
+        last_seconds=np.zeros(2),
+        threshold=np.array([threshold]),
         sums=np.zeros(NUM_SUMS),
+        best_tokens=np.zeros((0, max_draft_tokens), dtype=np.int32),
+        best_survivals=np.zeros((0, max_draft_tokens), dtype=np.float32),
+        available=np.zeros(0, dtype=np.int32),
+        drafted=np.zeros(0, dtype=np.int32),
+        ends=np.zeros(1, dtype=np.int64),
         **scratch_arrays(max_draft_tokens),
     )
 
@@ -240,6 +282,17 @@ def with_rows(state: DraftState, num_rows: int) -> DraftState:
 def with_groups(state: DraftState, num_groups: int) -> DraftState:
     """Extend the state by groups of zeros."""
     return state._replace(groups=_grown(state.groups, num_groups), remaining=_grown(state.remaining, num_groups))
+
+
+def with_batch(state: DraftState, num_rows: int) -> DraftState:
+    """Extend the results of a forward to batches of `num_rows` rows."""
+    return state._replace(
+        best_tokens=_grown(state.best_tokens, num_rows),
+        best_survivals=_grown(state.best_survivals, num_rows),
+        available=_grown(state.available, num_rows),
+        drafted=_grown(state.drafted, num_rows * state.best_tokens.shape[1]),
+        ends=_grown(state.ends, num_rows + 1),
+    )
 
 
 def _grown(array: npt.NDArray[Scalar], size: int) -> npt.NDArray[Scalar]:

@@ -405,7 +405,7 @@ def test_draining_statistics_restarts_the_count_for_trust(tmp_path: Path) -> Non
     engine = Engine(drafter, [text])
     for _ in range(4):
         engine.emit(engine.propose())
-    before = drafter._recent_survival.copy()
+    before = drafter._state.recent_survival.copy()
     assert before[0] > 0
     drafter.drain()
-    assert (drafter._recent_survival[:2] == 0).all() and (drafter._recent_survival[2:] == before[2:]).all()
+    assert (drafter._state.recent_survival[:2] == 0).all() and (drafter._state.recent_survival[2:] == before[2:]).all()

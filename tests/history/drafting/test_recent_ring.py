@@ -6,9 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from history.drafting.drafter import _ENOUGH_ACCEPTED, _FEW_RING_TRIALS, _RING_TRIALS, Drafter
+from history.drafting.drafter import Drafter
 from history.drafting.live_text import BUCKET, BY_THREE, newest_places
 from history.drafting.recent_ring import MAX_FINISHED_TOKENS, NUM_PLACES, REGION, append_finished, append_running
+from history.drafting.ring_use import ENOUGH_ACCEPTED, FEW_TRIALS, PAYS, TRIALS, decide_ring_use
 from history.index.suffix_array import SEPARATOR
 from tests.history.drafting.test_drafter import PROMPT, Engine, K, publish
 
@@ -97,13 +98,14 @@ def test_the_ring_is_searched_seldom_if_the_prompts_history_is_as_good(tmp_path:
     assert np.mean(looks(history=True)) < 0.1
 
 
-def test_a_short_bad_stretch_does_not_end_searches_that_paid_for_long(tmp_path: Path) -> None:
-    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
+def test_a_short_bad_stretch_does_not_end_searches_that_paid_for_long() -> None:
+    uses_ring, trials = np.ones(1, dtype=np.int64), np.array([1.0, 0.0, 0.0, 0.0])
 
     def judge(gained: float) -> bool:
-        for _ in range(_FEW_RING_TRIALS):
-            drafter._decide_ring_use(gained * _ENOUGH_ACCEPTED / _FEW_RING_TRIALS, _ENOUGH_ACCEPTED / _FEW_RING_TRIALS)
-        return drafter._uses_ring
+        for _ in range(FEW_TRIALS):
+            of_one = ENOUGH_ACCEPTED / FEW_TRIALS
+            decide_ring_use(uses_ring, trials, gained * of_one, of_one, False)
+        return bool(trials[PAYS])
 
     assert judge(0.2) and judge(0.2)
     assert judge(0.0)
@@ -117,8 +119,8 @@ def test_a_large_batch_decides_sooner_whether_the_ring_pays(tmp_path: Path) -> N
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
     engine = Engine(drafter, [said] * num_rows, keys=[1] * num_rows)
     engine.run(lambda drafts: looked.append(int(drafter._state.uses_ring[0])))
-    enough = max(-(-_ENOUGH_ACCEPTED // (num_rows * K)), _FEW_RING_TRIALS)
-    assert enough <= sum(looked[:_RING_TRIALS]) <= enough + 3 < _RING_TRIALS, "the first forwards accept less"
+    enough = max(-(-ENOUGH_ACCEPTED // (num_rows * K)), FEW_TRIALS)
+    assert enough <= sum(looked[:TRIALS]) <= enough + 3 < TRIALS, "the first forwards accept less"
 
 
 @settings(max_examples=60, deadline=None)
@@ -163,7 +165,7 @@ def test_drafts_do_not_continue_over_a_gap_of_a_response_in_the_ring(tmp_path: P
     drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path))
     engine = Engine(drafter, [list(range(100, 130))], keys=[1])
     for step in range(12):
-        drafter._uses_ring = not 4 <= step < 8
+        drafter._state.ring_trials[PAYS] = not 4 <= step < 8
         drafter._num_forwards = 1  # not one of the seldom looks
         engine.propose(room=0)
         engine.emit([[]])
