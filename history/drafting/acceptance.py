@@ -17,6 +17,7 @@ quotient scales the rejection probability of tokens drafted from this origin. Or
 that cells keep enough observations.
 """
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -192,18 +193,27 @@ def origins(steps: Sequence[int], rewards: Sequence[float], now: int) -> Numbers
         rewards: [R], NaN if unknown. Origins distinguish rewards above and below the mean.
         now: the current step.
     """
-    if len(steps) == 0:
-        return np.zeros(0, dtype=np.int32)
-    # 0 for this step, then 1, 2-3, 4-7, ..; steps of another run are negative, and old
-    ages = np.minimum(np.ceil(np.log2(np.maximum(now - np.asarray(steps, dtype=np.int64), 0) + 1)), _NUM_AGES - 1)
-    values = np.asarray(rewards, dtype=np.float64)
-    known = ~np.isnan(values)
-    reward_bins = np.zeros(len(values), dtype=np.int64)
-    if known.any():
-        mean = values[known].mean()
-        reward_bins[known] = 2 + np.sign(np.where(np.isclose(values, mean), 0.0, values - mean))[known].astype(np.int64)
-    origin_numbers: Numbers = (2 + ages.astype(np.int64) * _NUM_REWARD_BINS + reward_bins).astype(np.int32)
-    return origin_numbers
+    known = [reward for reward in rewards if not math.isnan(reward)]
+    mean = sum(known) / max(len(known), 1)
+    found = [
+        2 + _age(now - step) * _NUM_REWARD_BINS + _reward_bin(reward, mean)
+        for step, reward in zip(steps, rewards, strict=True)
+    ]
+    return np.array(found, dtype=np.int32)
+
+
+def _age(num_steps: int) -> int:
+    """Bin of an age: 0 for this step, then 1, 2-3, 4-7, ..; steps of another run are negative, and old."""
+    return min(max(num_steps, 0).bit_length(), _NUM_AGES - 1)
+
+
+def _reward_bin(reward: float, mean: float) -> int:
+    """0: unknown, 1: below the mean, 2: at the mean, 3: above."""
+    if math.isnan(reward):
+        return 0
+    if abs(reward - mean) <= 1e-8 + 1e-5 * abs(mean):
+        return 2
+    return 3 if reward > mean else 1
 
 
 @kernel

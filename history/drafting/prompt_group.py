@@ -29,7 +29,7 @@ from history.drafting.state import (
 )
 from history.index.segment import HistorySegment, attach_segment
 from history.index.suffix_array import SEPARATOR
-from history.lengths.estimate import LengthEstimate
+from history.lengths.estimate import remaining_after, visit_weights
 
 _FIRST_REGIONS = 4
 _FIRST_BUCKETS = 1 << 8
@@ -97,11 +97,11 @@ class DraftGroup:
         """Return expected remaining tokens of a response over an even grid, then the grid's step."""
         longest = max(self._region_size - 2, 1)
         step = longest / (REST_POINTS - 1)
-        lengths = [] if self.segment is None else self.segment.lengths.tolist()
-        steps = [] if self.segment is None else self.segment.steps.tolist()
-        estimate = LengthEstimate.of(lengths, steps=steps, prior_mean=longest / 2)
+        lengths = np.zeros(0, dtype=np.int32) if self.segment is None else self.segment.lengths
+        weights = visit_weights([] if self.segment is None else self.segment.steps.tolist())
         emitted = np.arange(REST_POINTS) * step
-        rest = np.minimum(estimate.remaining_after(emitted.astype(np.int64)), longest - emitted)
+        expected = remaining_after(emitted.astype(np.int64), lengths, weights, longest / 2)
+        rest = np.minimum(expected, longest - emitted)
         return np.append(rest, step)
 
     def write(self, row: Longs) -> None:

@@ -60,8 +60,7 @@ class LengthEstimate:
             raise ValueError(f"lengths {list(lengths)} and prior mean {prior_mean} must be positive")
         if steps and len(steps) != len(observed):
             raise ValueError(f"{len(observed)} lengths have {len(steps)} steps; pass one step for each length")
-        visits, visit = np.unique(np.asarray(steps or [0] * len(observed)), return_inverse=True)
-        weights = np.power(OLDER, len(visits) - 1 - visit, dtype=np.float64)
+        weights = visit_weights(steps or [0] * len(observed))
         order = np.argsort(observed, kind="stable")
         observed, weights = observed[order], weights[order]
         total = weights.sum() + PRIOR_WEIGHT
@@ -85,10 +84,31 @@ class LengthEstimate:
 
         The compiled drafter interpolates in a table of these values.
         """
-        excess = np.maximum(np.asarray(self.lengths)[None, :] - emitted[:, None], 0)
-        counted = np.asarray(self.weights)[None, :] * (excess > 0)
-        tail = np.maximum(self.prior_mean - emitted, 0) + _TAIL * emitted
-        return np.asarray(((excess * counted).sum(axis=1) + PRIOR_WEIGHT * tail) / (counted.sum(axis=1) + PRIOR_WEIGHT))
+        return remaining_after(emitted, np.asarray(self.lengths), np.asarray(self.weights), self.prior_mean)
+
+
+def visit_weights(steps: Sequence[int]) -> npt.NDArray[np.float64]:
+    """Weight of each response by the step that sampled it, 1 for the last visit."""
+    if len(set(steps)) <= 1:
+        return np.ones(len(steps))
+    visits, visit = np.unique(np.asarray(steps), return_inverse=True)
+    return np.asarray(np.power(OLDER, len(visits) - 1 - visit, dtype=np.float64))
+
+
+def remaining_after(
+    emitted: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.integer],
+    weights: npt.NDArray[np.float64],
+    prior_mean: float,
+) -> npt.NDArray[np.float64]:
+    """Expected remaining tokens after `emitted` tokens [n], from observed lengths and their weights [m].
+
+    The drafter calls it for every new prompt, which has no use for the other figures of an estimate.
+    """
+    excess = np.maximum(lengths[None, :] - emitted[:, None], 0)
+    counted = weights[None, :] * (excess > 0)
+    tail = np.maximum(prior_mean - emitted, 0) + _TAIL * emitted
+    return np.asarray(((excess * counted).sum(axis=1) + PRIOR_WEIGHT * tail) / (counted.sum(axis=1) + PRIOR_WEIGHT))
 
 
 def _quantile(lengths: npt.NDArray[np.int64], weights: npt.NDArray[np.float64], share: float, prior: float) -> float:

@@ -209,10 +209,13 @@ def _draw_some(
     greatest = scores.amax(dim=-1)
     # softmax, because on a CPU torch's exponential takes ten times as long for results near 0
     scores.copy_(scores.softmax(dim=-1))
-    # for NaN logits the token is still in the vocabulary, and its log-probability is NaN
-    tokens = _pick(weights, uniforms).clamp(max=logits.shape[1] - 1)
-    if greedy is not None:
-        tokens = greedy if is_greedy is None else torch.where(is_greedy, greedy, tokens)
+    if greedy is not None and is_greedy is None:
+        tokens = greedy
+    else:
+        # for NaN logits the token is still in the vocabulary, and its log-probability is NaN
+        tokens = _pick(weights, uniforms).clamp(max=logits.shape[1] - 1)
+        if greedy is not None and is_greedy is not None:
+            tokens = torch.where(is_greedy, greedy, tokens)
     # from the logit, because the probability of a very unlikely token has few bits
     chosen = logits.gather(1, tokens.unsqueeze(1)).float()
     if temperatures is not None:
