@@ -23,8 +23,11 @@ PAPER_K = 32
 MAX_BATCH = 256
 OURS, NGRAM, PAPER, RELEASED = "ours", "vLLM ngram", "HistoSpec, paper", "HistoSpec, released"
 OURS_FIXED = "ours, threshold 0.1"
+OURS_ALL = "ours, threshold 0"
+"""The product, drafting every token that it has a candidate for; for comparison with peers that draft as freely."""
 ARCTIC = "Arctic, vLLM's defaults"
 ARCTIC_ONE_TREE = "Arctic, one tree a prompt, factor 4"
+ARCTIC_BEST = "Arctic, best setting"
 GRID = {
     ARCTIC: {"depth": 24, "factor": 1.0, "min_probability": 0.1},
     ARCTIC_ONE_TREE: {"depth": 24, "factor": 4.0, "min_probability": 0.1, "per_prompt": True},
@@ -39,6 +42,19 @@ GRID = {
     "Arctic, one tree a prompt, factor 4, p 0.03": {
         "depth": 24,
         "factor": 4.0,
+        "min_probability": 0.03,
+        "per_prompt": True,
+    },
+    "Arctic, factor 8": {"depth": 24, "factor": 8.0, "min_probability": 0.1},
+    "Arctic, one tree a prompt, factor 8, p 0.03": {
+        "depth": 24,
+        "factor": 8.0,
+        "min_probability": 0.03,
+        "per_prompt": True,
+    },
+    "Arctic, one tree a prompt, depth 64, factor 16, p 0.03": {
+        "depth": 64,
+        "factor": 16.0,
         "min_probability": 0.03,
         "per_prompt": True,
     },
@@ -80,6 +96,7 @@ def contestants(work: Path, arctic: Suffixes | None) -> list[Contestant]:
     search = vllm_search()
     methods = [
         Contestant(name=OURS, make=lambda: ours(work)),
+        Contestant(name=OURS_ALL, make=lambda: ours(work, threshold=0.0)),
         Contestant(name=NGRAM, make=lambda: Ngram(search, max_draft_tokens=K)),
         Contestant(name=PAPER, make=HistoSpecPaper, max_draft_tokens=PAPER_K),
         Contestant(name=RELEASED, make=HistoSpecReleased),
@@ -169,3 +186,11 @@ def quality_row(case: str, name: str, visit: int, outcome: Outcome) -> Row:
     if outcome.calibration_error is not None:
         row["calibration_error"] = round(outcome.calibration_error, 4)
     return row
+
+
+def named_best(row: Row, *, is_best: bool) -> Iterator[Row]:
+    """The row, and its copy as that of Arctic's best setting; settings other than the default have the copy only."""
+    if row["method"] == ARCTIC or row["method"] not in GRID:
+        yield row
+    if is_best:
+        yield {**row, "method": ARCTIC_BEST, "setting": str(row["method"])}

@@ -12,7 +12,8 @@ random, so responses with a high reward are not reused more.
 EDIT_TOKENS alone sets the gain of drafting. It was chosen so that Arctic Inference 0.3.0 with vLLM's defaults and 16
 draft tokens emits about 4.6, 3.1 and 2.1 tokens per forward. These are for reuse 93, 87 and 76 % at 2k tokens.
 FIRST_REUSE was chosen so that Arctic with one tree per prompt and factor 4 emits about 1.7 in epoch 0, from siblings
-alone. Both must not change: every record on these traces depends on them.
+alone. Both must not change: every record on these traces depends on them. They were chosen on `CALIBRATION_SEED`, so
+records use that seed only to choose settings of peers.
 
 The same arguments give the same traces, on every machine; epoch 0 does not depend on `reuse`.
 """
@@ -27,6 +28,7 @@ from benchmarks.harness.compiled import compiled
 from history.store.traces import Trace
 from history.types import TokenIds
 
+CALIBRATION_SEED = 0
 SIBLINGS = 8
 VOCABULARY = 32_000
 END_OF_SEQUENCE = 0
@@ -78,10 +80,10 @@ def generate(
     for prompt in range(num_prompts):
         draws = np.random.default_rng((seed, prompt))
         state = draws.integers(1 << 63, size=1, dtype=np.uint64)
-        prompt_ids = _fresh(PROMPT_TOKENS, state)
+        prompt_ids = fresh(PROMPT_TOKENS, state)
         mean = num_tokens * draws.lognormal(0.0, PROMPT_LENGTH_SIGMA)
         lengths = mean * draws.lognormal(0.0, SAMPLE_LENGTH_SIGMA, size=num_siblings)
-        hidden = [_fresh(int(1.5 * mean), state) for _ in range(HIDDEN_TEXTS)]
+        hidden = [fresh(int(1.5 * mean), state) for _ in range(HIDDEN_TEXTS)]
         group, _ = _next_group(hidden, lengths, FIRST_REUSE, state, systematic=False)
         for epoch in range(num_epochs):
             if epoch:
@@ -110,7 +112,7 @@ def _next_group(
     """Responses of `lengths` tokens copied from `old`, and the number of copied tokens."""
     sizes = [max(int(length), 16) for length in lengths]
     if reuse == 0.0:
-        return [_ended(_fresh(size, state)) for size in sizes], 0
+        return [_ended(fresh(size, state)) for size in sizes], 0
     odds = reuse / (1.0 - reuse)
     edit_tokens = max(EDIT_TOKENS, SHORTEST_SPAN / (_NOVEL_PER_EDIT * odds))
     span = odds * _NOVEL_PER_EDIT * edit_tokens
@@ -183,7 +185,7 @@ def _novel(before: int, state: State) -> int:
 
 
 @compiled
-def _fresh(num_tokens: int, state: State) -> TokenIds:
+def fresh(num_tokens: int, state: State) -> TokenIds:
     """A text of new tokens."""
     text = np.empty(num_tokens, dtype=np.int32)
     before = 0

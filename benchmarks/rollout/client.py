@@ -6,30 +6,50 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from rollout.processes import ProcessEnv
 
+Speculation = Mapping[str, str | int | float]
+"""Fields of vLLM's `speculative_config`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """How engines run their methods."""
+
+    model: Path
+    max_model_len: int
+    max_num_seqs: int
+    trained: bool = False
+    """Whether the weights are those in the model's directory; else they are random."""
+    own_sampler: bool = False
+    """Whether stock and peers sample with the product's sampler, too."""
+    settings: Mapping[str, Speculation] = field(default_factory=dict)
+    """Settings of methods that replace those of `benchmarks.rollout.server`."""
+
 
 class EngineProcess:
     """The engine process of one method (`benchmarks.rollout.server`), with one thread; calls wait for its answer."""
 
-    def __init__(
-        self, method: str, model: Path, work: Path, *, max_model_len: int, max_num_seqs: int, trained: bool = False
-    ) -> None:
-        """`model` has random weights unless it is `trained`; `work` gets the log and the history's segments."""
+    def __init__(self, method: str, work: Path, setup: Setup) -> None:
+        """`work` gets the log and the history's segments."""
         self.method = method
         self._work = work
         self._log = work / f"{method}.log"
         segments = work / "segments"
         segments.mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "benchmarks.rollout.server", method, f"--model={model}"]
-        command += [f"--segments={segments}", f"--max-model-len={max_model_len}", f"--max-num-seqs={max_num_seqs}"]
+        command = [sys.executable, "-m", "benchmarks.rollout.server", method, f"--model={setup.model}"]
+        command += [f"--segments={segments}", f"--max-model-len={setup.max_model_len}"]
+        command += [f"--max-num-seqs={setup.max_num_seqs}"]
+        command += [f"--speculation={json.dumps(dict(setup.settings.get(method, {})))}"]
+        command += (["--trained"] if setup.trained else []) + (["--own-sampler"] if setup.own_sampler else [])
         environment = os.environ | ProcessEnv(single_node=True).engine(threads=1)
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                [*command, *(["--trained"] if trained else [])],
+                command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -93,15 +113,11 @@ def _open(stream: IO[str] | None) -> IO[str]:
 
 
 @contextmanager
-def engines(
-    methods: Sequence[str], model: Path, work: Path, *, max_model_len: int, max_num_seqs: int, trained: bool = False
-) -> Iterator[Mapping[str, EngineProcess]]:
+def engines(methods: Sequence[str], work: Path, setup: Setup) -> Iterator[Mapping[str, EngineProcess]]:
     """Start an engine process for each method, one after the other; all end with the context."""
     with ExitStack() as stack:
         running = {}
         for method in methods:
-            running[method] = EngineProcess(
-                method, model, work, max_model_len=max_model_len, max_num_seqs=max_num_seqs, trained=trained
-            )
+            running[method] = EngineProcess(method, work, setup)
             stack.callback(running[method].close)
         yield running

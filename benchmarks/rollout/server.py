@@ -41,11 +41,19 @@ SPECULATIONS: dict[str, Speculation] = {
 }
 
 
-def serve(method: str, spec: EngineSpec) -> None:
-    """Start the engine and answer jobs until stdin ends."""
+def serve(method: str, spec: EngineSpec, changes: Speculation, *, own_sampler: bool) -> None:
+    """Start the engine and answer jobs until stdin ends.
+
+    Args:
+        method: one of METHODS.
+        spec: the specification as in the product.
+        changes: settings of the method's speculation that replace those of `SPECULATIONS`.
+        own_sampler: whether the product's sampler samples for stock and peers too; else vLLM's.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
     os.dup2(2, 1)  # output of libraries must not mix with the answers
-    engine = TracedEngine(spec, SPECULATIONS.get(method))
+    speculation = {**SPECULATIONS[method], **changes} if method in SPECULATIONS else None
+    engine = TracedEngine(spec, speculation, own_sampler=own_sampler or method == "ours")
     if method in PEERS:
         # imported after the engine has started, because it imports numba
         _drafter(engine).peer = getattr(
@@ -137,6 +145,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max-model-len", type=int, required=True)
     parser.add_argument("--max-num-seqs", type=int, required=True)
     parser.add_argument("--trained", action="store_true", help="load the weights in the model's directory")
+    parser.add_argument("--speculation", type=json.loads, default={}, help="other settings of the method, as JSON")
+    parser.add_argument("--own-sampler", action="store_true", help="the product's sampler for stock and peers too")
     options = parser.parse_args(argv)
     if options.method == "suffix" and arctic.load(arctic.DIRECTORY) is None:
         raise SystemExit("suffix is not built; run `python -m benchmarks.drafting.baselines.arctic`")
@@ -148,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         max_num_seqs=options.max_num_seqs,
         trained=options.trained,
     )
-    serve(options.method, spec)
+    serve(options.method, spec, options.speculation, own_sampler=options.own_sampler)
     return 0
 
 

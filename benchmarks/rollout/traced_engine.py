@@ -87,9 +87,10 @@ def start_engine(spec: EngineSpec, speculation: Speculation | None = None) -> tu
 class TracedEngine:
     """An engine that emits recorded responses, or samples its own."""
 
-    def __init__(self, spec: EngineSpec, speculation: Speculation | None = None) -> None:
+    def __init__(self, spec: EngineSpec, speculation: Speculation | None = None, *, own_sampler: bool = True) -> None:
+        """`speculation` replaces the product's; `own_sampler`: the product's sampler, not vLLM's."""
         self.engine, self.worker = start_engine(spec, speculation)
-        if speculation is not None or spec.drafts is None:
+        if not own_sampler:
             del self.worker.model_runner._sample  # removes the product's sampler, so that vLLM's is used
         self._sampler = ForcedSampler(self.worker.model_runner)
         self._directory = spec.directory

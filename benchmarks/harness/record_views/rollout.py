@@ -9,9 +9,18 @@ from benchmarks.harness.record_views.view import UNRECORDED_WARM, View, millisec
 _RATE = Column(field="tokens_per_cpu_s", title="tokens per CPU second")
 
 
-def _turns(history: str, title: str) -> Table:
+def _turns(title: str, *histories: str) -> Table:
     return Table(
-        title=title, lines={"method": "method"}, where={"history": (history,)}, across="batch", columns=(_RATE,)
+        title=title,
+        lines={
+            "history": "prompts",
+            "sampler": "sampler of stock and peers",
+            "method": "method",
+            "setting": "setting",
+        },
+        where={"history": histories},
+        across="batch",
+        columns=(_RATE,),
     )
 
 
@@ -30,12 +39,19 @@ ROLLOUT = View(
     ),
     tables=(
         _turns(
-            "87 % reuse", "Tokens per CPU second by batch, responses with 87 % of their tokens copied from the history"
+            "Tokens per CPU second by batch, responses with 87 % of their tokens copied from the history",
+            "87 % reuse",
+            "calibration",
         ),
-        _turns("random history", "Tokens per CPU second by batch, responses independent of the history"),
+        _turns("Tokens per CPU second by batch, responses independent of the history", "random history"),
         Table(
             title="Models of the example that sample their own responses, 64 requests",
-            lines={"history": "model", "temperature": "temperature", "method": "method"},
+            lines={
+                "history": "model",
+                "sampler": "sampler of stock and peers",
+                "temperature": "temperature",
+                "method": "method",
+            },
             where={"history": ("warm start", "final policy")},
             columns=(
                 _RATE,
@@ -50,6 +66,11 @@ ROLLOUT = View(
         "In the first two tables, a model of random weights is forced to emit recorded responses. So all methods "
         "decode the same tokens.",
         "Goals compare the methods within each turn; tables show medians over the turns. So their ratios differ.",
+        "The product samples faster than vLLM's sampler for drafts. Rows in which stock and peers have the product's "
+        "sampler compare drafting alone. Settings of peers were chosen on prompts of their own (`calibration`).",
+        "A greedy sample of a trained model is a few forwards and a fraction of a second of CPU time, so single "
+        "samples vary widely; its goal takes all samples together. Costs of a new prompt weigh eight times as much "
+        "there as at temperature 1, where each prompt has eight responses.",
         "Several commands with `--resume` measured the rows. They did not record their commits: each row shows the "
         "commit of the first committed record that had it.",
         UNRECORDED_WARM,

@@ -4,17 +4,29 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.drafting.__main__ import QUICK, generated, goals, modelled, recorded
+from benchmarks.drafting.__main__ import QUICK, calibrated, case_rows, generated, modelled, recorded
 from benchmarks.drafting.baselines.histospec import HistoSpecPaper
 from benchmarks.drafting.costs import ModelledEngine, attach_row, forward_s, load, propose_rows
-from benchmarks.drafting.quality import ARCTIC, OURS, PAPER, Contestant, decode_visits, ours, visits
+from benchmarks.drafting.goals import LOWER, goals, recorded_goals
+from benchmarks.drafting.quality import (
+    ARCTIC,
+    ARCTIC_BEST,
+    OURS,
+    OURS_ALL,
+    PAPER,
+    Contestant,
+    decode_visits,
+    ours,
+    visits,
+)
+from benchmarks.drafting.trace_sets import CASES, OTHER_CASES
 from benchmarks.drafting.traces import generate
 from benchmarks.harness.record import Row
 from history.store.traces import write_traces
 from tests.benchmarks.drafting.test_replay import Counting
 from tests.support.traces import trace
 
-TINY = replace(QUICK, lengths={"2k": (200, 1)}, modelled_batches=(2,), modelled_tokens=100)
+TINY = replace(QUICK, lengths={"2k": (200, 1)}, modelled_batches=(2,), modelled_tokens=100, seeds=(1,))
 
 
 def field(tmp_path: Path) -> list[Contestant]:
@@ -46,8 +58,8 @@ def test_recorded_traces_are_read_from_a_run(tmp_path: Path) -> None:
     work.mkdir()
     rows = list(recorded(field(work), folder))
     assert [(row["method"], row["visit"]) for row in rows] == [(m, v) for m in (OURS, PAPER) for v in range(3)]
-    (goal,) = [goal for goal in goals_of(rows) if goal.startswith("recorded")]
-    assert goal == "recorded: over the best peer"
+    (goal,) = recorded_goals(rows)
+    assert goal.name == "recorded: over the best peer"
 
 
 def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
@@ -55,10 +67,37 @@ def test_a_folder_without_traces_is_named(tmp_path: Path) -> None:
         list(recorded(field(tmp_path), tmp_path))
 
 
-def goals_of(rows: list[Row]) -> list[str]:
-    from benchmarks.drafting.__main__ import _recorded_goals
+def test_the_best_setting_on_other_responses_is_the_peer(tmp_path: Path) -> None:
+    """Settings that look one and three tokens ahead; the third is not a setting of Arctic."""
+    field = [
+        Contestant(name=name, make=lambda length=length: Counting(length))
+        for name, length in ((ARCTIC, 1), ("Arctic, factor 4", 3), (PAPER, 9))
+    ]
+    epochs = [[trace(range(1, 40), step=step)] for step in (0, 1)]
+    calibration = calibrated(field, CASES[0], epochs)
+    rows = []
+    while True:
+        try:
+            rows.append(next(calibration))
+        except StopIteration as stop:
+            chosen = stop.value
+            break
+    assert chosen == {0: "Arctic, factor 4", 1: "Arctic, factor 4"}
+    assert {row["case"] for row in rows} == {f"{CASES[0].name}, choice of settings"} and len(rows) == 4
+    found = [row for row in case_rows(field, CASES[0], epochs, chosen) if row["what"] == "tokens"]
+    assert [(row["method"], row["visit"]) for row in found] == [
+        (ARCTIC, 0),
+        (ARCTIC, 1),
+        (ARCTIC_BEST, 0),
+        (ARCTIC_BEST, 1),
+        (PAPER, 1),
+    ]
+    assert found[2]["setting"] == "Arctic, factor 4"
 
-    return [goal.name for goal in _recorded_goals(rows)]
+
+def test_cases_of_the_second_model_have_names_of_their_own() -> None:
+    assert OTHER_CASES[0].name == "2k, phrases, reuse 93 %"
+    assert [len({one.name for one in cases}) for cases in (CASES, OTHER_CASES)] == [7, 2]
 
 
 @pytest.mark.slow
@@ -105,42 +144,59 @@ def test_costs_are_counted_per_token_and_request(tmp_path: Path) -> None:
     assert int(attach_row(tmp_path, 1 << 20, repeats=3)["bytes"]) == pytest.approx(1 << 20, rel=0.2)
 
 
-def test_goals_compare_with_the_best_arctic_setting_and_name_missed_goals() -> None:
+def test_goals_take_the_lower_end_over_seeds_and_name_what_is_missed() -> None:
     rows: list[Row] = []
-    for length, reuses in (("2k", (93, 87, 76)), ("16k", (93, 87))):
-        for reuse in reuses:
-            case = f"{length}, reuse {reuse} %"
-            rates = ((OURS, 6.0), (ARCTIC, 3.0), ("Arctic, factor 4", 5.0))
-            rows += [tokens_row(case, name, 1, rate) for name, rate in rates]
-        rows += [
-            {"what": "propose", "case": f"{length}, reuse 87 %", "method": name, "batch": 256, **times}
-            for name, times in (
-                (OURS, {"us_per_request": 2.0, "ms_per_batch": 0.5}),
-                (ARCTIC, {"us_per_request": 50.0, "ms_per_batch": 12.8}),
-            )
-        ]
-        rows.append({"what": "insert", "case": length, "method": OURS, "bytes_per_token": 9.0, "ns_per_token": 95.0})
-    rows.append(tokens_row("2k, reuse 93 %", OURS, 0, 2.0))
-    rows.append({"what": "attach", "case": "attach", "method": OURS, "ms": 0.02})
-    for batch in (1, 4, 16, 64):
-        for reuse in (93, 87, 76, 0):
-            case = f"2k, reuse {reuse} %"
-            speeds = ((OURS, 1.4, 0.99), (PAPER, 1.0, 1.0))
-            rows += [
-                {"what": "modelled", "case": case, "method": m, "batch": batch, "tokens_per_s": s, "over_no_drafts": o}
-                for m, s, o in speeds
+    for seed, noise in ((1, 0.98), (2, 1.0), (3, 1.02)):
+        more: list[Row] = []
+        for case in (f"2k, reuse {reuse} %" for reuse in (93, 87, 76)):
+            rates = ((OURS, 5.5 * noise), (OURS_ALL, 6.0 * noise), (ARCTIC, 3.0), (ARCTIC_BEST, 5.0))
+            more += [tokens_row(case, name, 1, rate) for name, rate in rates]
+        for length in ("2k", "16k"):
+            more += [tokens_row(f"{length}, phrases, reuse {reuse} %", OURS, 1, 3.0) for reuse in (93, 76)]
+            more += [
+                {"what": "propose", "case": f"{length}, reuse 87 %", "method": name, "batch": batch, **times}
+                for batch in (1, 256)
+                for name, times in (
+                    (OURS, {"us_per_request": 2.0, "ms_per_batch": 0.5}),
+                    (ARCTIC, {"us_per_request": 30.0 if batch == 256 else 1.8, "ms_per_batch": 12.8}),
+                )
             ]
+            more.append({"what": "insert", "case": length, "method": OURS, "ns_per_token": 95.0})
+        more += [tokens_row(f"16k, reuse {reuse} %", OURS, 1, 8.0) for reuse in (93, 87)]
+        more += [
+            tokens_row("2k, reuse 93 %", OURS_ALL, 0, 2.0 * noise),
+            tokens_row("2k, reuse 93 %", ARCTIC_BEST, 0, 1.9),
+        ]
+        more += modelled_of_seed()
+        rows += [{**row, "seed": seed} for row in more]
+    rows.append({"what": "attach", "case": "attach", "method": OURS, "ms": 0.02})
     found = {goal.name: goal for goal in goals(rows)}
-    assert found["2k, reuse 93 %: over Arctic's best"].value == pytest.approx(1.2)
-    assert found["2k, reuse 93 %: over Arctic's default"].value == pytest.approx(2.0)
-    assert found["2k: time of Arctic's default over ours"].value == 25
-    assert {name for name, goal in found.items() if not goal.met} == {
+    # mean 1.2 and standard deviation 0.024 of three seeds, whose interval is 4.30 standard errors wide on each side
+    over_best = found[f"2k, reuse 93 %: over Arctic's best, {LOWER}"]
+    assert over_best.value == pytest.approx(1.2 - 4.30 * 0.024 / 3**0.5)
+    assert found[f"2k, reuse 93 %, first epoch: over Arctic's best, {LOWER}"].value < 2 / 1.9
+    assert found[f"16k, reuse 87 %, batch 256: time of Arctic's default over ours, {LOWER}"].value == 15
+    assert {name.removesuffix(f", {LOWER}") for name, goal in found.items() if not goal.met} == {
         "2k, reuse 93 %: tokens per forward",
-        "16k, reuse 93 %: tokens per forward",
+        "2k, reuse 93 %: over Arctic's best",
+        "2k, reuse 93 %, first epoch: over Arctic's best",
         "build, worst",
+        *(f"{length}, reuse 87 %, batch 1: time of Arctic's default over ours" for length in ("2k", "16k")),
         *(f"modelled speed over HistoSpec's paper, batch {batch}" for batch in (1, 4, 16)),
     }
     assert np.isfinite([goal.value for goal in found.values()]).all()
+
+
+def modelled_of_seed() -> list[Row]:
+    return [
+        {"what": "modelled", "case": f"2k, reuse {reuse} %", "method": method, "batch": batch, **figures}
+        for batch in (1, 4, 16, 64)
+        for reuse in (93, 87, 76, 0)
+        for method, figures in (
+            (OURS, {"tokens_per_s": 1.4, "over_no_drafts": 0.99}),
+            (PAPER, {"tokens_per_s": 1.0, "over_no_drafts": 1.0}),
+        )
+    ]
 
 
 def tokens_row(case: str, method: str, visit: int, rate: float) -> Row:

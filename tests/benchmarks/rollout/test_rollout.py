@@ -8,9 +8,22 @@ import pytest
 import torch
 
 from benchmarks.drafting.traces import VOCABULARY
-from benchmarks.rollout.__main__ import QUICK, REPEATS, goals, lower_bound, ratios, rounds, split, write_cell
-from benchmarks.rollout.client import EngineProcess
+from benchmarks.rollout.__main__ import (
+    QUICK,
+    REPEATS,
+    SAMPLERS,
+    calibration_turns,
+    goals,
+    lower_bound,
+    ratios,
+    rounds,
+    split,
+    write_cell,
+)
+from benchmarks.rollout.client import EngineProcess, Setup
 from benchmarks.rollout.forced_sampler import RESPONSE, ForcedSampler
+from benchmarks.rollout.server import METHODS
+from benchmarks.rollout.settings import TRIED, best_settings, rounds_of_settings, speculations
 from benchmarks.rollout.traced_engine import write_model
 from history.store.traces import read_traces
 
@@ -31,28 +44,57 @@ def test_the_lower_bound_lies_between_the_worst_and_the_median() -> None:
     assert lower_bound([1.5] * 4) == 1.5
 
 
-def test_goals_compare_medians_with_their_bounds() -> None:
+def test_goals_take_the_lower_bound_of_five_turns_and_none_of_fewer() -> None:
     rows = [
-        row(number, method, rate, batch=batch, history=history)
-        for number in (1, 2, 3)
+        row(1, method, rate * (1 + 0.1 * repeat * (method == "ours")), batch=batch, history=history)
+        | {"repeat": repeat, "sampler": sampler}
+        for repeat in range(5)
         for batch in (1, 8)
         for history in ("87 % reuse", "random history")
-        for method, rate in (("stock", 10), ("ngram", 12), ("ours", 20))
+        for sampler in SAMPLERS
+        for method, rate in (("stock", 10), ("ngram", 12), ("ours", 20 if sampler == SAMPLERS[0] else 8))
     ]
     found = {goal.name: goal for goal in goals(rows, ("stock", "ngram", "ours"), (1, 8))}
-    assert found["ours over stock, batch 1, 87 % reuse"].value == 2
-    assert not found["ours over stock, batch 1, 87 % reuse"].met
+    # ratios 2.0, 2.2, 2.4, 2.6, 2.8
+    over_stock = found["ours over stock, batch 1, 87 % reuse"]
+    assert 2.0 <= over_stock.value < 2.4 and not over_stock.met
     assert found["ours over stock, batch 8, 87 % reuse"].met
-    assert found["ours over ngram, batch 8, 87 % reuse"].value == pytest.approx(20 / 12)
-    assert found["ours over stock, batch 8, random history, lower 95 % bound"].value == 2
+    assert found["ours over ngram, batch 8, 87 % reuse"].value == pytest.approx(over_stock.value * 10 / 12)
+    assert found["ours over stock, batch 8, random history"].met
+    assert not found["ours over stock, batch 8, random history, product's sampler for both"].met
+    assert goals([one for one in rows if one["repeat"] < 4], ("stock", "ngram", "ours"), (1, 8)) == []
+
+
+def test_the_best_setting_has_the_largest_geometric_mean_over_batches() -> None:
+    rows = [
+        row(0, "suffix", rate, batch=batch, history="calibration") | {"setting": setting}
+        for setting, rates in (("factor 1", (10, 100)), ("factor 2", (13, 90)), ("factor 4", (20, 40)))
+        for batch, rate in zip((8, 32), rates, strict=True)
+    ]
+    rows += [row(1, "suffix", 999) | {"setting": "factor 4"}]
+    assert best_settings(rows) == {"suffix": "factor 2"}
+    assert speculations({"suffix": "factor 2"}) == {"suffix": {"suffix_decoding_max_spec_factor": 2.0}}
+    assert best_settings([]) == {}
+
+
+def test_every_setting_is_tried_once_and_on_prompts_of_no_round() -> None:
+    starts = rounds_of_settings(METHODS)
+    assert sorted(pair for start in starts for pair in start.items()) == sorted(
+        (method, name) for method, names in TRIED.items() for name in names
+    )
+    assert rounds_of_settings(("stock", "ours")) == []
+    tried = {turn.seed for turn in calibration_turns((1, 8, 32, 64))}
+    measured = {turn.seed for one in rounds((1, 8, 32, 64), 2) for turn in (*one.warm_ups, *one.turns)}
+    assert len(tried) == 4 and not tried & measured
 
 
 def test_all_methods_alternate_and_peers_have_no_useless_history() -> None:
     methods = ("stock", "ngram", "ours")
     found = [turn for one in rounds((1, 8), 2) for turn in one.turns]
-    assert [turn.repeat for turn in found if (turn.round, turn.history, turn.batch) == (2, "87 % reuse", 1)] == list(
-        range(REPEATS[1])
-    )
+    assert REPEATS >= 5
+    for sampler in SAMPLERS:
+        of_one = [turn for turn in found if (turn.round, turn.history, turn.batch) == (2, "87 % reuse", 8)]
+        assert [turn.repeat for turn in of_one if turn.sampler == sampler] == list(range(REPEATS))
     first = {turn.methods(methods)[0] for turn in found if turn.history == "87 % reuse"}
     assert first == set(methods)
     assert {frozenset(turn.methods(methods)) for turn in found if turn.history != "87 % reuse"} == {
@@ -78,7 +120,7 @@ def test_an_interrupted_round_is_repeated_by_all_methods() -> None:
     rows += [{"history": "warm start", "batch": 64, "method": "stock", "temperature": 1.0}]
 
     def interrupted(methods: tuple[str, ...]) -> tuple[list[dict], list[int]]:
-        kept, (one,) = split(rounds((1,), 1), rows, methods)
+        kept, (one, _) = split(rounds((1,), 1), rows, methods)
         return kept, [turn.repeat for turn in one.turns if turn.history == "87 % reuse"]
 
     assert interrupted(methods) == (rows[:3], [1, 2, 3, 4])
@@ -125,9 +167,10 @@ def test_a_real_engine_emits_the_recording_in_fewer_forwards_with_its_history(tm
         intermediate=QUICK.intermediate,
         heads=QUICK.heads,
     )
-    engine = EngineProcess(
-        "ours", tmp_path / "model", tmp_path, max_model_len=QUICK.max_model_len, max_num_seqs=max(QUICK.batches)
+    setup = Setup(
+        model=tmp_path / "model", max_model_len=QUICK.max_model_len, max_num_seqs=max(QUICK.batches), own_sampler=True
     )
+    engine = EngineProcess("ours", tmp_path, setup)
     try:
         decoded = [  # forward costs are learned during decoding
             engine.decode(*write_cell(tmp_path, reuse=0.9, batch=8, num_tokens=QUICK.num_tokens, seed=seed))
