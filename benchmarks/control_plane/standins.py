@@ -15,9 +15,9 @@ import ray
 from history.drafting.stats import DraftStats
 from history.store.actors import ReaderReport, ShardReport
 from history.store.prompt_store import StoreStats
-from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof
 from megatron_rl.weights.quantization_stats import QuantizationStats
-from rollout.engine.state import UpdateTimes
+from rollout.engine.state import EngineProof, UpdateTimes
 from rollout.processes import ProcessId
 from rollout.rewards.text_actor import WrittenSamples
 from rollout.tracing.forwards import FORWARD
@@ -92,17 +92,16 @@ class Host:
     async def check(self, engine: int, manifest: object) -> None:
         """The manifest has travelled."""
 
-    async def update(self, engine: int, manifest: object, segments: object) -> UpdateTimes:
+    async def update(self, engine: int, manifest: object, segments: object, with_sums: bool) -> UpdateTimes:
         """A publish is applied."""
+        del with_sums
         self._version[engine] = manifest.weight_version  # type: ignore[attr-defined]
         return UpdateTimes(arrive_s=0.0, pause_s=0.0, apply_s=0.0, num_in_flight=0, num_recomputed_tokens=0)
 
-    async def sum_weights(self, engine: int) -> None:
-        """The engine has summed its weights."""
-
-    async def weight_gap(self, engine: int, expected: object, lenience: object) -> tuple[float, str]:
+    async def prove(self, engine: int, expected: object, lenience: object, token_ids: list[int]) -> EngineProof:
         """The sums have travelled."""
-        return 0.0, ""
+        del expected, lenience
+        return EngineProof(weight_gap=0.0, where="", logprobs=_logprobs(token_ids))
 
     async def resume(self, engine: int) -> None:
         """The engine serves."""
@@ -140,26 +139,31 @@ class Host:
         """One step."""
         return StepResult(metrics={}, num_optimizer_steps=1, num_skipped_updates=0)
 
-    async def stage(self, rank: int, version: int) -> StagedWeights:
+    async def stage(self, rank: int, version: int, with_sums: bool) -> StagedWeights:
         """One publish."""
+        del with_sums
         codes = {layer: QuantizationStats(signal=1.0, noise=1e-4, num_codes=1) for layer in range(self._sizes.layers)}
         return StagedWeights(
-            rank=rank, path=f"/dev/shm/{rank}", num_bytes=1, scales_s=0.0, pack_s=0.0, send_s=0.0, fault="", codes=codes
+            rank=rank,
+            path=f"/dev/shm/{rank}",
+            num_bytes=1,
+            scales_s=0.0,
+            pack_s=0.0,
+            send_s=0.0,
+            sums_s=0.0,
+            fault="",
+            codes=codes,
         )
 
     async def unstage(self, rank: int) -> None:
         """The publish is over."""
 
-    async def published_fingerprint(self, rank: int) -> dict[str, np.ndarray]:
-        """Sums of the first rank, which holds everything here; others hold none."""
-        return self._sums() if rank == 0 else {}
-
-    async def probe(self, number: int, token_ids: list[int], published: bool | None = None) -> object:
-        """Log-probabilities: of an engine, or of a trainer rank (`published` is given)."""
-        logprobs = [-1.0] * (len(token_ids) - 1)
-        if published is None:
-            return logprobs
-        return ProbeResult(logprobs=np.asarray(logprobs, dtype=np.float32)) if number == 0 else None
+    async def proof(self, rank: int, token_ids: list[int]) -> TrainerProof:
+        """Sums and probe of the first rank, which holds everything here; others hold none."""
+        if rank:
+            return TrainerProof(sums={}, probe=None)
+        logprobs = np.asarray(_logprobs(token_ids), dtype=np.float32)
+        return TrainerProof(sums=self._sums(), probe=ProbeResult(logprobs=logprobs))
 
     async def score(self, scorer: int, group: PromptGroup, columns: object) -> ScorerAnswer:
         """Two kinds of rewards."""
@@ -191,6 +195,10 @@ class Host:
     def _sums(self) -> dict[str, np.ndarray]:
         ones = np.ones((2, NUM_VECTORS, NUM_GROUPS))
         return {name: ones.copy() for name in self._sizes.matrices}
+
+
+def _logprobs(token_ids: list[int]) -> list[float]:
+    return [-1.0] * (len(token_ids) - 1)
 
 
 def start_host(sizes: Sizes) -> ray.actor.ActorHandle:

@@ -4,7 +4,8 @@ The processes of the run are started as `megatron-rl run` starts them, with its 
 placement, but without a history. Three comparisons follow, and each has a line of its own:
 
 1. Trainer and Hugging Face, with the trainer's own weights: the model was loaded and cut into shards correctly.
-2. Engines and trainer, after a publish, under the codes that were published: the engines hold these weights.
+2. Engines and trainer, after a publish, which compares sums over all weights first: the engines hold these weights,
+   and compute with them what the trainer computes, up to 8-bit rounding.
 3. The same after a sleep and a second publish, if engines sleep (`engine.sleep_level`).
 """
 
@@ -96,7 +97,7 @@ def _start(checked: CheckedRun, running: Processes) -> Compared:
 def _lines(checked: CheckedRun, compared: Compared, tokens: list[int], expected: Logprobs) -> Iterator[Check]:
     config, trainer = checked.config, compared.workers.trainer
     timeout_s = config.publish.timeout_s
-    own = trainer.probe(tokens, published=False, timeout_s=timeout_s).logprobs
+    own = trainer.probe(tokens, timeout_s=timeout_s).logprobs
     # FP8 parameters differ from the directory's weights by their rounding
     fp8 = config.trainer.fp8 == "blockwise_param"
     yield trainer_line(

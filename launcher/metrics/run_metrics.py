@@ -339,7 +339,14 @@ _SPEED: tuple[Row, ...] = (
     ("timing_s/publish_apply", "seconds", "max over engines", "Stage of a publish: the engine loads.", ""),
     ("timing_s/publish_drain", "seconds", "last publish", "Stage of a publish: running forwards end.", ""),
     ("timing_s/publish_deliver", "seconds", "last publish", "Stage of a publish, from first to last byte.", ""),
-    ("timing_s/publish_probe", "seconds", "last publish", "Stage of a publish: the probe.", ""),
+    ("timing_s/publish_sums", "seconds", "max over trainer ranks", "Part of `publish_pack`: sums for the proof.", ""),
+    (
+        "timing_s/publish_probe",
+        "seconds",
+        "last publish",
+        "The proof of a publish, from the last byte until engines serve.",
+        "",
+    ),
 )
 
 _OVER_ENGINES = "mean over engines"

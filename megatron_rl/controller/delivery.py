@@ -4,11 +4,11 @@ A *staged* delivery (shared memory, colocated): every trainer rank stages all it
 them before they apply any. A *streaming* delivery (gloo, NCCL): engines verify and apply bucket after bucket while
 trainer ranks quantise and send.
 
-`deliver` gets a manifest that every engine has accepted. It returns when every engine has applied the weights. Engines
-do not serve them yet.
+`deliver` gets a manifest that every engine has accepted. It calls `meanwhile` when the trainer's part is done, while
+engines still apply, and returns when every engine has applied the weights. Engines do not serve them yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -19,6 +19,9 @@ from rollout.failures import DeadlineError, Place
 from rollout.pool.engine_group import EngineGroup
 from rollout.transports.base import Backend, ColocatedChannel, Memory, ShmChannel, chain, side_by_side
 from rollout.weights.manifest import WeightManifest
+
+Meanwhile = Callable[[], None]
+"""Starts work of the trainer beside the engines' part of a delivery, without waiting."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +41,11 @@ class WeightDelivery(Protocol):
         """Connect trainer ranks and engines; call it once, before the first publish."""
         ...
 
-    def deliver(self, manifest: WeightManifest) -> DeliveryReport:
-        """Send one publish from the trainer ranks to every engine and apply it."""
+    def deliver(self, manifest: WeightManifest, meanwhile: Meanwhile, *, with_sums: bool = True) -> DeliveryReport:
+        """Send one publish from the trainer ranks to every engine and apply it.
+
+        `with_sums` as in `WeightPacker.send`.
+        """
         ...
 
 
@@ -57,12 +63,15 @@ class ShmDelivery:
         joining = self._engines.begin_init_transport(dict.fromkeys(self._engines.alive, ShmChannel()))
         self._engines.wait(joining, timeout_s=self._timeout_s)
 
-    def deliver(self, manifest: WeightManifest) -> DeliveryReport:
+    def deliver(self, manifest: WeightManifest, meanwhile: Meanwhile, *, with_sums: bool = True) -> DeliveryReport:
         """Stage all buckets, apply them, release them."""
-        staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
+        staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s, with_sums=with_sums)
         segments = {part.rank: part.path for part in staged if part.path}
         try:
-            applying = self._engines.begin_update(manifest, dict.fromkeys(self._engines.alive, segments))
+            applying = self._engines.begin_update(
+                manifest, dict.fromkeys(self._engines.alive, segments), with_sums=with_sums
+            )
+            meanwhile()
             updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         finally:
             self._trainer.unstage()
@@ -104,10 +113,12 @@ class StreamingDelivery:
         self._trainer.ranks.call("attach_group", order[0], channels[order[0]])
         self._engines.wait(joining, timeout_s=self._timeout_s)
 
-    def deliver(self, manifest: WeightManifest) -> DeliveryReport:
+    def deliver(self, manifest: WeightManifest, meanwhile: Meanwhile, *, with_sums: bool = True) -> DeliveryReport:
         """Send and apply bucket after bucket."""
-        applying = self._engines.begin_update(manifest, {number: {} for number in self._engines.alive})
-        sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
+        nothing: dict[int, dict[int, str]] = {number: {} for number in self._engines.alive}
+        applying = self._engines.begin_update(manifest, nothing, with_sums=with_sums)
+        sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s, with_sums=with_sums)
+        meanwhile()
         updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         if faults := [part.fault for part in sent if part.fault]:
             raise DeadlineError(faults[0], Place(role="engine"))
@@ -152,16 +163,17 @@ class ColocatedDelivery:
         joining = self._engines.begin_init_transport(channels)
         self._engines.wait(joining, timeout_s=self._timeout_s)
 
-    def deliver(self, manifest: WeightManifest) -> DeliveryReport:
+    def deliver(self, manifest: WeightManifest, meanwhile: Meanwhile, *, with_sums: bool = True) -> DeliveryReport:
         """Exchange and stage all buckets, apply them, release them."""
-        staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s)
+        staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s, with_sums=with_sums)
         paths = {part.rank: part.path for part in staged}
         addresses = {
             number: {rank: paths[host] for rank, host in enumerate(self._homes[number])}
             for number in self._engines.alive
         }
         try:
-            applying = self._engines.begin_update(manifest, addresses)
+            applying = self._engines.begin_update(manifest, addresses, with_sums=with_sums)
+            meanwhile()
             updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         finally:
             self._trainer.unstage()

@@ -32,8 +32,11 @@ class PublishReport:
     deliver_s: float
     """Seconds from the start of the delivery until all engines have applied the weights. Includes all times above
     except `drain_s`."""
+    sums_s: float
+    """Seconds for sums while buckets were filled, part of `pack_s`; the slowest trainer rank."""
     probe_s: float
-    """Seconds for weight sums, the probe and resuming the engines."""
+    """Seconds from the end of the delivery until all engines serve: the rest of the trainer's forward, comparing sums,
+    the probe, and resuming."""
     weight_gaps: tuple[float, ...]
     """[engines] largest relative difference of weight sums (`rollout.weights.fingerprint`) from the trainer's."""
     probe_gaps: tuple[float, ...]
@@ -55,6 +58,7 @@ class PublishReport:
             "timing_s/publish_pause": self.pause_s,
             "timing_s/publish_apply": self.apply_s,
             "timing_s/publish_deliver": self.deliver_s,
+            "timing_s/publish_sums": self.sums_s,
             "timing_s/publish_probe": self.probe_s,
             "publish/weight_gap_max": max(self.weight_gaps),
             "publish/probe_gap_max": max(self.probe_gaps),

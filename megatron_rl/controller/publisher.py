@@ -1,19 +1,19 @@
-"""The controller's side of a publish: check, deliver, compare, probe, resume.
+"""The controller's side of a publish: check, deliver, prove, resume.
 
 The order is that of decision 3:
 
 1. Every engine accepts the manifest before a byte is sent.
-2. The delivery sends the buckets. Engines verify before they apply.
-3. Sums over all weights, computed by the engine's kernels, are compared with the trainer's.
-4. The probe compares each engine's log-probabilities with the trainer's under the same codes.
+2. The delivery sends the buckets. Engines verify before they apply. Both sides sum the weights as they pack and load.
+3. The trainer computes what engines must find (`TrainerProof`) while engines still apply.
+4. All engines at once compare their sums over all weights with the trainer's, and log-probabilities of the probe.
 5. Engines serve the new version.
 
-Errors name the engine or rank. An engine that fails step 3 or 4 stays fenced: no token is sampled from unverified
-weights. This process holds neither torch nor weights.
+Errors name the engine or rank. An engine that fails step 4 stays fenced: no token is sampled from unverified weights.
+This process holds neither torch nor weights.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import numpy as np
@@ -23,13 +23,14 @@ from megatron_rl.controller.delivery import WeightDelivery
 from megatron_rl.controller.publish_refusal import PublishRefusedError
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.trainer.group import TrainerGroup
-from megatron_rl.trainer.messages import ProbeResult
+from megatron_rl.trainer.messages import TrainerProof
 from megatron_rl.weights.quantization_stats import sum_stats
 from megatron_rl.weights.reshard_plan import ReshardPlan
+from rollout.engine.state import EngineProof
 from rollout.failures import CallError, Place
 from rollout.pool.engine_group import EngineGroup
 from rollout.types import WeightVersion
-from rollout.weights.fingerprint_sums import Lenience, add_up
+from rollout.weights.fingerprint_sums import Lenience
 
 
 def probe_tokens(vocab_size: int, num_tokens: int) -> list[int]:
@@ -117,10 +118,10 @@ class Publisher:
         if self._drain_timeout_s is not None:
             self._engines.drain(timeout_s=self._drain_timeout_s)
         started = time.perf_counter()
-        report = self._delivery.deliver(manifest)
+        report = self._delivery.deliver(manifest, lambda: self._trainer.begin_proof(self._probe_tokens))
         delivered = time.perf_counter()
-        weight_gaps = self._compare(version)
-        gaps = self._prove(version)
+        expected = self._trainer.finish_proof(timeout_s=self._timeout_s)
+        proofs = self._prove(version, expected)
         self._engines.resume(timeout_s=self._timeout_s)
         self.version = policy_version
         return PublishReport(
@@ -136,27 +137,37 @@ class Publisher:
             apply_s=max(update.apply_s for update in report.updates),
             deliver_s=delivered - started,
             probe_s=time.perf_counter() - delivered,
-            weight_gaps=weight_gaps,
-            probe_gaps=gaps,
+            sums_s=max(part.sums_s for part in report.staged),
+            weight_gaps=tuple(proof.weight_gap for proof in proofs.values()),
+            probe_gaps=tuple(_gap(proof, expected) for proof in proofs.values()),
             codes=sum_stats(part.codes for part in report.staged),
         )
 
-    def _compare(self, version: WeightVersion) -> tuple[float, ...]:
-        """Compare each engine's weight sums with the trainer's; returns the largest difference of each engine."""
-        summing = self._engines.begin_sum_weights()
-        expected = add_up(self._trainer.published_fingerprint(timeout_s=self._timeout_s))
-        self._engines.wait(summing, timeout_s=self._timeout_s)
-        comparing = self._engines.begin_weight_gap(expected, self._lenience)
-        judged = self._engines.wait(comparing, timeout_s=self._timeout_s)
+    def _prove(self, version: WeightVersion, expected: TrainerProof) -> Mapping[int, EngineProof]:
+        """Ask every engine for its proof; engines that differ from the trainer are fenced, and this raises."""
+        if self._make_room is not None:
+            self._make_room()
+        proofs = self._engines.prove(expected.sums, self._lenience, self._probe_tokens, timeout_s=self._timeout_s)
         faults = {
-            engine: f"weight version {version}: {where} differs from the trainer's by {gap / MAX_WEIGHT_GAP:.3g} times "
-            "the bound"
-            for engine, (gap, where) in judged.items()
-            if not gap <= MAX_WEIGHT_GAP
+            engine: f"weight version {version}: {proof.where} differs from the trainer's by "
+            f"{proof.weight_gap / MAX_WEIGHT_GAP:.3g} times the bound"
+            for engine, proof in proofs.items()
+            if not proof.weight_gap <= MAX_WEIGHT_GAP
         }
+        gaps = {engine: _gap(proof, expected) for engine, proof in proofs.items()}
+        assert expected.probe is not None, "the last pipeline stage probes"
+        bound = self._max_probe_gap * spread(expected.probe.logprobs)
+        bad = {engine: gap for engine, gap in gaps.items() if not gap <= bound}
+        if bad and not faults:
+            fault = (
+                f"weight version {version}: the probe's log-probabilities differ from the trainer's by "
+                f"{max(bad.values()):.3g} nats on average; the bound is {bound:.3g} "
+                "(engine.probe_max_logprob_gap, and engine.probe_max_kv_gap with FP8 keys and values)"
+            )
+            faults = dict.fromkeys(bad, fault)
         if faults:
             self._fence(faults)
-        return tuple(gap for gap, _ in judged.values())
+        return proofs
 
     def _fence(self, faults: Mapping[int, str]) -> NoReturn:
         self._engines.fence(faults, timeout_s=self._timeout_s)
@@ -165,31 +176,13 @@ class Publisher:
             Place(role="engine", ranks=tuple(faults)),
         )
 
-    def _prove(self, version: WeightVersion) -> tuple[float, ...]:
-        proving = None if self._make_room is not None else self._engines.begin_probe(self._probe_tokens)
-        reference = self._trainer.probe(self._probe_tokens, timeout_s=self._timeout_s)
-        if self._make_room is not None:
-            self._make_room()
-        proving = proving or self._engines.begin_probe(self._probe_tokens)
-        probed = self._engines.wait(proving, timeout_s=self._timeout_s)
-        gaps = {engine: _gap(logprobs, reference) for engine, logprobs in probed.items()}
-        bound = self._max_probe_gap * spread(reference.logprobs)
-        bad = {engine: gap for engine, gap in gaps.items() if not gap <= bound}
-        if bad:
-            fault = (
-                f"weight version {version}: the probe's log-probabilities differ from the trainer's by "
-                f"{max(bad.values()):.3g} nats on average; the bound is {bound:.3g} "
-                "(engine.probe_max_logprob_gap, and engine.probe_max_kv_gap with FP8 keys and values)"
-            )
-            self._fence(dict.fromkeys(bad, fault))
-        return tuple(gaps.values())
-
 
 def spread(logprobs: npt.NDArray[np.float32]) -> float:
     """Standard deviation of log-probabilities in nats, at least 1. Differences by rounding grow with it."""
     return max(1.0, float(logprobs.astype(np.float64).std()))
 
 
-def _gap(logprobs: Sequence[float], reference: ProbeResult) -> float:
+def _gap(proof: EngineProof, expected: TrainerProof) -> float:
     """Mean absolute difference in nats; not finite if a log-probability of the engine is not."""
-    return float(np.abs(np.asarray(logprobs, dtype=np.float64) - reference.logprobs).mean())
+    assert expected.probe is not None, "the last pipeline stage probes"
+    return float(np.abs(np.asarray(proof.logprobs, dtype=np.float64) - expected.probe.logprobs).mean())

@@ -11,13 +11,12 @@ import ray
 
 from megatron_rl.batching.batch import RankBatch
 from megatron_rl.batching.sft_batch import SftBatch
-from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerSpec
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof, TrainerSpec
 from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory, StoreAddress
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
-from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Required
 
 if TYPE_CHECKING:
@@ -191,27 +190,27 @@ class TrainerActor:
         progress.begin("plan publishes")
         self._joined.plan_publishes(required)
 
-    def stage(self, weight_version: WeightVersion) -> StagedWeights:
+    def stage(self, weight_version: WeightVersion, with_sums: bool = True) -> StagedWeights:
         """See `Trainer.stage`."""
         if self._sender is None:
             raise RuntimeError(f"trainer rank {self._rank} has no transport; open one before the first publish")
         progress.begin(f"publish {weight_version}")
-        return self._joined.stage(weight_version, self._sender)
+        return self._joined.stage(weight_version, self._sender, with_sums=with_sums)
 
     def unstage(self) -> None:
         """Release the staged publish."""
         if self._sender is not None:
             self._sender.abandon()
 
-    def published_fingerprint(self) -> Fingerprint:
-        """See `Trainer.published_fingerprint`."""
-        progress.begin("sums of published weights")
-        return self._joined.published_fingerprint()
+    def proof(self, token_ids: list[int]) -> TrainerProof:
+        """See `Trainer.proof`."""
+        progress.begin("proof of a publish")
+        return self._joined.proof(token_ids)
 
-    def probe(self, token_ids: list[int], published: bool = True) -> ProbeResult | None:
+    def probe(self, token_ids: list[int]) -> ProbeResult | None:
         """See `Trainer.probe`."""
         progress.begin("probe")
-        return self._joined.probe(token_ids, published=published)
+        return self._joined.probe(token_ids)
 
     def offload(self, parts: "Sequence[Part]") -> int:
         """See `Trainer.offload`."""

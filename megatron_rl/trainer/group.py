@@ -22,13 +22,13 @@ from megatron_rl.batching.batch import TrainBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.ranks import trainer_ranks
 from megatron_rl.trainer.actor import TrainerActor
-from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerSpec
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof, TrainerSpec
 from megatron_rl.trainer.rank_watch import RankWatch
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of, ranges
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.transports.base import StoreAddress
-from rollout.weights.fingerprint_sums import Fingerprint
+from rollout.weights.fingerprint_sums import add_up
 from rollout.weights.manifest import Required
 
 if TYPE_CHECKING:
@@ -198,6 +198,7 @@ class TrainerGroup:
         self.ranks = ranks
         self._data_ranks = tuple(data_ranks)
         self._unstaging: Sequence[ray.ObjectRef] = ()
+        self._proving: Sequence[ray.ObjectRef] = ()
         self._asked: Sequence[ray.ObjectRef] = ()
         """Calls that ask whether a save is written."""
 
@@ -228,10 +229,10 @@ class TrainerGroup:
         """Plan publishes on every rank; `required` as in `plan_reshard`."""
         self.ranks.call("plan_publishes", ray.put(list(required)))
 
-    def stage(self, weight_version: int, *, timeout_s: float) -> list[StagedWeights]:
-        """Quantise and stage a publish on every rank."""
+    def stage(self, weight_version: int, *, timeout_s: float, with_sums: bool = True) -> list[StagedWeights]:
+        """Quantise and stage a publish on every rank; `with_sums` as in `WeightPacker.send`."""
         self.ranks.wait(self._unstaging, "unstage", timeout_s=timeout_s)
-        return _results(self.ranks.call("stage", weight_version, timeout_s=timeout_s), StagedWeights)
+        return _results(self.ranks.call("stage", weight_version, with_sums, timeout_s=timeout_s), StagedWeights)
 
     def unstage(self) -> None:
         """Start releasing the staged publish on every rank, without waiting.
@@ -240,13 +241,19 @@ class TrainerGroup:
         """
         self._unstaging = self.ranks.begin("unstage")
 
-    def published_fingerprint(self, *, timeout_s: float) -> list[Fingerprint]:
-        """Sums of what each rank published last."""
-        return list(_results(self.ranks.call("published_fingerprint", timeout_s=timeout_s), dict))
+    def begin_proof(self, token_ids: Sequence[int]) -> None:
+        """Start computing what engines must find, on every rank, after `stage`; `finish_proof` waits for it."""
+        self._proving = self.ranks.begin("proof", list(token_ids))
 
-    def probe(self, token_ids: Sequence[int], *, timeout_s: float, published: bool = True) -> ProbeResult:
-        """Log-probabilities of the probe prompt under the weights as staged, or under the trainer's own weights."""
-        results = self.ranks.call("probe", list(token_ids), published, timeout_s=timeout_s)
+    def finish_proof(self, *, timeout_s: float) -> TrainerProof:
+        """Sums of all ranks together, and the probe's log-probabilities, of the last `begin_proof`."""
+        parts = _results(self.ranks.wait(self._proving, "proof", timeout_s=timeout_s), TrainerProof)
+        probe = next((part.probe for part in parts if part.probe is not None), None)
+        return TrainerProof(sums=add_up(part.sums for part in parts), probe=probe)
+
+    def probe(self, token_ids: Sequence[int], *, timeout_s: float) -> ProbeResult:
+        """Log-probabilities of the probe prompt under the trainer's weights."""
+        results = self.ranks.call("probe", list(token_ids), timeout_s=timeout_s)
         return _results([result for result in results if result is not None], ProbeResult)[0]
 
     def offload(self, parts: "Sequence[Part]") -> None:

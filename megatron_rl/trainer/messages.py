@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
 from megatron_rl.weights.quantization_stats import QuantizationStats
+from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.format import WeightFormat
 
 
@@ -57,6 +58,8 @@ class StagedWeights:
     """Seconds for all other scales, slicing, quantising and writing to buckets."""
     send_s: float
     """Seconds for checksums and sending."""
+    sums_s: float
+    """Seconds for sums of what was packed, part of `pack_s`."""
     fault: str
     """Why an engine did not receive this rank's buckets; empty if nothing failed."""
     codes: Mapping[int, QuantizationStats]
@@ -65,7 +68,17 @@ class StagedWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeResult:
-    """The trainer's log-probabilities of the probe prompt under published weights."""
+    """The trainer's log-probabilities of the probe prompt under its own weights."""
 
     logprobs: npt.NDArray[np.float32]
     """[probe tokens - 1], at temperature 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerProof:
+    """What engines must find after a publish: of one trainer rank, or of all together."""
+
+    sums: Fingerprint
+    """Of what was published."""
+    probe: ProbeResult | None
+    """None on ranks before the last pipeline stage."""

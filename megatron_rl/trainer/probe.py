@@ -1,12 +1,14 @@
-"""The trainer's part of the publish check: log-probabilities of a fixed prompt under the weights that engines hold.
+"""The trainer's log-probabilities of a fixed prompt, and forwards under the weights that engines hold.
 
-The prompt runs through the trainer's model with every parameter replaced by its published value (after a round trip
-through the weight format). Embedding and decoder layers are replaced one at a time, during their own forward, so no
-second copy of the model exists. The output layer is read without a call, so it is replaced after the last layer.
+The probe of a publish runs the prompt through the trainer's own weights. Sums have shown that engines hold the codes of
+these weights, so the probe has to show only that both sides compute the same function of them, up to 8-bit rounding.
 
-Parameters are replaced in their modules; their contents are not overwritten, because an FP8 parameter would quantise
-the new values and keep them. Matrix products are not in FP8 here, because that would quantise the weights a second
-time, which engines do not do.
+`published_weights` replaces every parameter by its published value (after a round trip through the weight format).
+Embedding and decoder layers are replaced one at a time, during their own forward, so no second copy of the model
+exists. The output layer is read without a call, so it is replaced after the last layer. Parameters are replaced in
+their modules; their contents are not overwritten, because an FP8 parameter would quantise the new values and keep them.
+
+Matrix products are not in FP8 here, because that would quantise the weights a second time, which engines do not do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -31,16 +33,14 @@ Swapped = list[tuple[torch.nn.Module, str, torch.nn.Parameter]]
 
 def probe(
     chunks: Sequence[torch.nn.Module],
-    published: PublishedValues | None,
     token_ids: Sequence[int],
     *,
     row_multiple: int,
     device: torch.device,
 ) -> ProbeResult | None:
-    """Log-probabilities of `token_ids[1:]` at temperature 1 under published weights; None before the last stage.
+    """Log-probabilities of `token_ids[1:]` at temperature 1; None before the last stage.
 
-    Without `published` the trainer's own weights are used. `chunks` are wrapped by Megatron's DDP (`chunk.module` is
-    the model). All ranks of the pipeline call it together.
+    `chunks` are wrapped by Megatron's DDP (`chunk.module` is the model). All ranks of the pipeline call it together.
     """
     ids = np.asarray(token_ids, dtype=np.int32)
     batch = pack_batch([(ids[:1], ids[1:])], multiple_of=row_multiple).to(device)
@@ -49,8 +49,7 @@ def probe(
         del number
         return scores.logprobs.sum() * 0.0, scores.logprobs
 
-    values = without_fp8(_models(chunks)) if published is None else published_weights(chunks, published)
-    with torch.no_grad(), values:
+    with torch.no_grad(), without_fp8(_models(chunks)):
         outcomes = run_schedule(chunks, [batch], keep, temperature=1.0, backward=False)
     return ProbeResult(logprobs=outcomes[0].float().cpu().numpy()) if outcomes else None
 

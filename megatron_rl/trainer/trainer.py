@@ -25,7 +25,7 @@ from megatron_rl.trainer import probe
 from megatron_rl.trainer.building import build_further, held_shards, model_options
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.loaded_batch import FetchColumns
-from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerSpec
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof, TrainerSpec
 from megatron_rl.trainer.mismatch_sample import MismatchSample
 from megatron_rl.trainer.offload import Offloader, Part
 from megatron_rl.trainer.optimizer import LearnedModel
@@ -38,7 +38,6 @@ from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
-from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Required
 
 
@@ -186,15 +185,17 @@ class Trainer:
         ]
         return self._learner.sft_step(packed, [not micro for micro in micro_batches], batch.num_tokens)
 
-    def stage(self, weight_version: WeightVersion, sender: Sender) -> StagedWeights:
-        """Quantise with new scales and pass this rank's buckets to `sender`."""
+    def stage(self, weight_version: WeightVersion, sender: Sender, *, with_sums: bool = True) -> StagedWeights:
+        """Quantise with new scales and pass this rank's buckets to `sender`; `with_sums` as in `WeightPacker.send`."""
         packer = self.publishes.packer
         self._staged = int(weight_version)
         started = time.perf_counter()
         progress.mark("scales")
         packer.refresh_scales()
         scales_s = time.perf_counter() - started
-        path = packer.send(sender, weight_version)  # a rank without buckets may forward buckets of others
+        path = packer.send(
+            sender, weight_version, with_sums=with_sums
+        )  # a rank without buckets may forward buckets of others
         return StagedWeights(
             rank=self._position.rank,
             path=path,
@@ -202,23 +203,18 @@ class Trainer:
             scales_s=scales_s,
             pack_s=packer.pack_s,
             send_s=packer.send_s,
+            sums_s=packer.sums_s,
             fault=sender.fault,
             codes=packer.watch.sums(),
         )
 
-    def published_fingerprint(self) -> Fingerprint:
-        """Sums of what this rank published with the last `stage`; see `rollout.weights.fingerprint`."""
-        return self.publishes.packer.published_fingerprint()
+    def proof(self, token_ids: Sequence[int]) -> TrainerProof:
+        """What engines must find after the last `stage`: this rank's sums, and the probe's log-probabilities."""
+        return TrainerProof(sums=self.publishes.packer.published_fingerprint(), probe=self.probe(token_ids))
 
-    def probe(self, token_ids: Sequence[int], *, published: bool = True) -> ProbeResult | None:
-        """Log-probabilities of the probe prompt under the weights that the last `stage` published, or under its own."""
-        return probe.probe(
-            self._policy.chunks,
-            self.publishes.packer.published_values if published else None,
-            token_ids,
-            row_multiple=self.row_multiple,
-            device=device(),
-        )
+    def probe(self, token_ids: Sequence[int]) -> ProbeResult | None:
+        """Log-probabilities of the probe prompt under the trainer's weights."""
+        return probe.probe(self._policy.chunks, token_ids, row_multiple=self.row_multiple, device=device())
 
     def offload(self, parts: Sequence[Part]) -> int:
         """Move parts of this rank to host memory; returns the bytes freed on its device."""

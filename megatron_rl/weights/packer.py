@@ -1,7 +1,9 @@
 """Executes a reshard plan on one trainer rank: parameters in, filled buckets out.
 
 `published_values` returns the parameters after a round trip through the wire format, which are the weights that the
-engines compute with. The probe of every publish compares both sides.
+engines compute with. `published_fingerprint` has the sums by which every publish compares both sides
+(`rollout.weights.fingerprint`). Their products are taken from codes and values just after they are written to a
+bucket, while they are in a cache, so the proof does not read the weights again.
 
 Scales are computed anew at every publish. A block of weights that share a scale may lie on several ranks (rows of
 column-cut matrices, blocks across a border). For such blocks all trainer ranks of a tensor-parallel group enter one
@@ -19,8 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
@@ -29,13 +29,15 @@ from megatron_rl.quantization.backends import Quantizer, choose_backend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.quantization.fp8 import copied_into
 from megatron_rl.weights.fp8_passthrough import blocks_agree
+from megatron_rl.weights.packed_sums import PackedSums
 from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
 from megatron_rl.weights.reshard_plan import PlannedPiece, ReshardPlan, Role
 from megatron_rl.weights.shards import Shard
 from rollout import progress
+from rollout.cpu.sign_products import value_products
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
-from rollout.weights.fingerprint import column_signs, fold, multiply, of_box, through_expert
+from rollout.weights.fingerprint import fold, through_expert
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.format import FUSED
 from rollout.weights.manifest import Box, Bucket
@@ -73,7 +75,8 @@ class WeightPacker:
             held: all shards of this rank.
             parameters: this rank's parameters by Megatron's name.
             tensor_group: process group of the tensor-parallel ranks; None without tensor parallelism.
-            fingerprints: whether this rank's fingerprint includes a shard; exactly one replica's includes each.
+            fingerprints: whether this rank's fingerprint includes a shard of an expert; exactly one replica's includes
+                each. Of other tensors a rank's fingerprint includes what it sends.
         """
         self._plan = plan
         self._buckets = [
@@ -104,8 +107,9 @@ class WeightPacker:
         self._shapes = {tensor.name: tensor.shape for tensor in plan.tensors}
         self.watch = CodeWatch()
         """Quantisation error of the last `send`."""
-        self.pack_s = self.send_s = 0.0
-        """Seconds that the last `send` took to fill and to hand over buckets."""
+        self.pack_s = self.send_s = self.sums_s = 0.0
+        """Seconds that the last `send` took to fill and to hand over buckets, and for sums while it filled them."""
+        self._sums = PackedSums()
         self._factors: dict[str, torch.Tensor] = {}
         self._scales: dict[str, torch.Tensor] = {}
 
@@ -181,15 +185,18 @@ class WeightPacker:
         return self._scales[name]
 
     @torch.no_grad()
-    def send(self, sender: Sender, weight_version: WeightVersion) -> str:
+    def send(self, sender: Sender, weight_version: WeightVersion, *, with_sums: bool = True) -> str:
         """Fill and hand over this rank's buckets, after `refresh_scales`; returns the result of `Sender.finish`.
+
+        Without sums there is no `published_fingerprint`, so no engine can serve what was sent.
 
         Raises:
             ValueError: a weight is not finite; its bucket has not been handed over.
         """
         self.watch.begin()
+        self._sums.begin(with_sums)
         sender.open(weight_version, [bucket for bucket, _ in self._buckets])
-        self.pack_s = self.send_s = 0.0
+        self.pack_s = self.send_s = self.sums_s = 0.0
         for bucket, pieces in self._buckets:
             started = time.perf_counter()
             progress.mark(f"fill bucket {bucket.index}")
@@ -202,6 +209,7 @@ class WeightPacker:
         started = time.perf_counter()
         progress.mark("hand over the last buckets", kind="handover")
         path = sender.finish()
+        self._sums.end()
         progress.mark("all buckets are handed over")
         self.send_s += time.perf_counter() - started
         return path
@@ -222,19 +230,36 @@ class WeightPacker:
         match piece.role:
             case Role.VALUES:
                 content = self._values(piece.shard, box).to(torch.bfloat16)
+                self._add_products(piece.shard, box, content)
             case Role.CODES:
                 assert self._layout is not None, "only 8-bit formats have codes"
                 codes = room[: math.prod(box.shape)].view(getattr(torch, self._layout.dtype)).view(box.shape)
                 if room.device == self._parameters[piece.shard.megatron_name].device:
-                    self._codes(piece.shard, box, codes)
+                    self._add_products(piece.shard, box, self._codes(piece.shard, box, codes))
                 else:  # a buffer of the host, and weights on a device
-                    codes.copy_(self._codes(piece.shard, box))
+                    on_device = self._codes(piece.shard, box)
+                    self._add_products(piece.shard, box, on_device)
+                    codes.copy_(on_device)
                 return codes.numel()
             case Role.SCALES:
                 content = self._scales_of(piece.shard.hf_name)[box.slices((0, 0))]
         content = content.contiguous().view(-1).view(torch.uint8)
         room[: content.numel()].copy_(content)
         return content.numel()
+
+    def _add_products(self, shard: Shard, box: Box, content: torch.Tensor) -> None:
+        """Add a box's products with signs; `content` are its codes, or its values in BF16."""
+        if shard.of_expert or not self._sums.are_wanted:
+            return
+        started = time.perf_counter()
+        if self._plan.quantizes(shard):
+            assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have codes"
+            scales = self._scales_of(shard.hf_name)[self._layout.touched(box.start, box.shape)]
+            products = self._quantizer.products(content, scales, box, shard.hf_full_shape)
+        else:
+            products = value_products(content, box, shard.hf_full_shape)
+        self._sums.add(shard, box, products)
+        self.sums_s += time.perf_counter() - started
 
     def _row_boxes(self, shard: Shard, box: Box) -> Iterator[Box]:
         """A box cut between blocks into boxes of some rows each; see `row_boxes`."""
@@ -275,19 +300,20 @@ class WeightPacker:
 
     @torch.no_grad()
     def published_fingerprint(self) -> Fingerprint:
-        """Sums (`rollout.weights.fingerprint`) of the shards that this rank owns, as published. After `send`.
+        """Sums (`rollout.weights.fingerprint`) of what the last `send` sent, and of this rank's experts.
 
-        The sums are taken over shards of the model, not over the pieces that were sent.
+        The sums of an expert need all of its matrices, which other ranks may have sent, so they are computed here from
+        the parameters.
+
+        Raises:
+            RuntimeError: the last `send` was without sums, or has failed.
         """
-        fingerprint: dict[str, npt.NDArray[np.float64]] = {}
+        fingerprint = self._sums.fingerprint()
         experts: dict[str, dict[str, Shard]] = {}
         for shard in self._held:
             if shard.of_expert and shard.owned and self._fingerprints(shard):
                 expert, _, leaf = shard.hf_name.removesuffix("_proj.weight").rpartition(".")
                 experts.setdefault(expert, {})[leaf] = shard
-            elif shard.owned and self._fingerprints(shard):
-                name, sums = shard.hf_name, self._sums(shard)
-                fingerprint[name] = fingerprint[name] + sums if name in fingerprint else sums
         for matrices in experts.values():
             gate, up, down = (
                 self._round_trip(matrices[leaf], _whole(matrices[leaf])) for leaf in ("gate", "up", "down")
@@ -296,15 +322,6 @@ class WeightPacker:
             outputs = through_expert(gate.float(), up.float(), down.float())
             fingerprint[last.hf_name] = fold(outputs, _whole(last), last.hf_full_shape)
         return fingerprint
-
-    def _sums(self, shard: Shard) -> npt.NDArray[np.float64]:
-        whole, shape = _whole(shard), shard.hf_full_shape
-        if len(shape) == 1:
-            return of_box(self._round_trip(shard, whole), whole, shape)
-        products = [
-            multiply(self._round_trip(shard, box), column_signs(box, shape)) for box in self._row_boxes(shard, whole)
-        ]
-        return fold(torch.cat(products, dim=1), whole, shape)
 
     def _round_trip(self, shard: Shard, box: Box) -> torch.Tensor:
         if self._quantizer is None or self._layout is None or not self._plan.quantizes(shard):

@@ -15,7 +15,7 @@ import ray
 from history.drafting.stats import DraftStats
 from rollout.engine.history_sender import HistorySender
 from rollout.engine.spec import EngineSpec
-from rollout.engine.state import EngineProgress, EngineState, EngineStats, UpdateTimes
+from rollout.engine.state import EngineProgress, EngineProof, EngineState, EngineStats, UpdateTimes
 from rollout.planning.migration import InFlight
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.tracing.forwards import Forwards
@@ -103,9 +103,11 @@ class EngineActor:
         """See `EngineWeights.check`."""
         self._engine.weights.check(manifest)
 
-    async def update(self, manifest: WeightManifest, segments: Mapping[int, str]) -> UpdateTimes:
+    async def update(
+        self, manifest: WeightManifest, segments: Mapping[int, str], with_sums: bool = True
+    ) -> UpdateTimes:
         """See `EngineWeights.update`."""
-        return await self._engine.weights.update(manifest, segments)
+        return await self._engine.weights.update(manifest, segments, with_sums=with_sums)
 
     async def sleep(self) -> None:
         """See `EngineWeights.sleep`."""
@@ -123,13 +125,9 @@ class EngineActor:
         """See `EngineWeights.drain`."""
         await self._engine.weights.drain()
 
-    async def sum_weights(self) -> None:
-        """See `EngineWeights.sum_weights`."""
-        await self._engine.weights.sum_weights()
-
-    async def weight_gap(self, expected: Fingerprint, lenience: Lenience) -> tuple[float, str]:
-        """See `EngineWeights.weight_gap`."""
-        return self._engine.weights.weight_gap(expected, lenience)
+    async def prove(self, expected: Fingerprint, lenience: Lenience, token_ids: list[int]) -> EngineProof:
+        """See `EngineWeights.prove`."""
+        return await self._engine.weights.prove(expected, lenience, token_ids)
 
     async def probe(self, token_ids: list[int]) -> list[float]:
         """See `EngineWeights.probe`."""

@@ -70,6 +70,18 @@ class UpdateTimes:
     """Tokens whose keys and values were discarded with the old weights and are recomputed."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineProof:
+    """What an engine found when it was asked to prove its new weights."""
+
+    weight_gap: float
+    """Largest relative difference of its weight sums from the trainer's (`rollout.weights.fingerprint_sums`)."""
+    where: str
+    """The tensor and the rows of that difference, in words."""
+    logprobs: list[float]
+    """Log-probabilities of the probe prompt's tokens after the first, at temperature 1."""
+
+
 class WeightsRefusedError(RuntimeError):
     """A publish was refused before its first byte was applied: the engine continues with the old weights."""
 

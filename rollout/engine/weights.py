@@ -24,7 +24,7 @@ import numpy.typing as npt
 from rollout.engine.async_llm import LlmHandle
 from rollout.engine.responses import ResponseLedger
 from rollout.engine.spec import EngineSpec
-from rollout.engine.state import EngineFencedError, EngineStatus, UpdateTimes, WeightsRefusedError
+from rollout.engine.state import EngineFencedError, EngineProof, EngineStatus, UpdateTimes, WeightsRefusedError
 from rollout.transports.base import Channel, GroupChannel
 from rollout.types import WeightVersion
 from rollout.weights.checkpoint_tensors import check_manifest
@@ -67,7 +67,8 @@ class EngineWeights:
         self._asleep: set[str] = set()
         """Parts whose memory the engine has released."""
         self._updating = asyncio.Lock()
-        self._sums: Fingerprint | None = None
+        self.sums: Fingerprint = {}
+        """Sums of the weights that the last update loaded; empty if it was announced without."""
 
     async def begin(self, expected: tuple[TensorSpec, ...]) -> None:
         """Set up after vLLM's start; `expected` are the tensors of a publish, empty if vLLM has loaded a directory."""
@@ -77,6 +78,7 @@ class EngineWeights:
         self._expected = expected
         answers = await self._handle.ranks("required", pickle.dumps(expected))
         self.required = [pickle.loads(answer) for answer in answers if isinstance(answer, bytes)]
+        await self._handle.ranks("count", pickle.dumps(self._counted()))
         await self._handle.llm.pause_generation(mode="keep", clear_cache=False)
 
     @property
@@ -117,19 +119,22 @@ class EngineWeights:
         except RuntimeError as error:
             raise self._refusal(manifest, error) from error
 
-    async def update(self, manifest: WeightManifest, segments: Mapping[int, str] | None = None) -> UpdateTimes:
-        """Apply one publish. Afterwards the engine is `applying`: probe it, then `resume()` or `fence()` it.
+    async def update(
+        self, manifest: WeightManifest, segments: Mapping[int, str] | None = None, *, with_sums: bool = True
+    ) -> UpdateTimes:
+        """Apply one publish. Afterwards the engine is `applying`: `prove` it, then `resume()` or `fence()` it.
 
         Args:
             manifest: of the publish.
             segments: for staged transports, as in `UpdateOrder`.
+            with_sums: as in `UpdateOrder`.
 
         Raises:
             WeightsRefusedError: no weight has changed, and the engine continues. A streaming channel is closed.
             EngineFencedError: the weights are mixed, and the engine is fenced. A streaming channel is closed.
         """
         timeout_s, started = self.spec.config.update_timeout_s, time.perf_counter()
-        order = UpdateOrder(manifest=manifest, segments=dict(segments or {}), timeout_s=timeout_s)
+        order = UpdateOrder(manifest=manifest, segments=dict(segments or {}), timeout_s=timeout_s, with_sums=with_sums)
         async with self._updating:
             self._check_awake("weights")
             try:
@@ -222,16 +227,17 @@ class EngineWeights:
 
     async def _apply(self, order: UpdateOrder) -> None:
         version = order.manifest.weight_version
-        self.status = EngineStatus.APPLYING
+        self.status, self.sums = EngineStatus.APPLYING, {}
         try:
             async with asyncio.timeout(order.timeout_s + GRACE_S):
-                await self._handle.ranks("apply_weights", version)
+                answers = await self._handle.ranks("apply_weights", version)
         except (RuntimeError, TimeoutError) as error:
             self.num_failed += 1
             self._fence(f"weight version {version} failed: {error or 'the ranks do not answer'}")
             if isinstance(error, RuntimeError):
                 await self._leave_stream()
             raise EngineFencedError(f"{self.spec.name} is fenced: {self.fault}") from error
+        self.sums = add_up(pickle.loads(answer) for answer in answers if isinstance(answer, bytes))
         await vllm_compat.note_weight_version(self._handle.llm, version)
         self.num_updates += 1
         self.version = version
@@ -294,33 +300,32 @@ class EngineWeights:
             return [float(x) for x in first]
 
     async def loaded_fingerprint(self) -> dict[str, npt.NDArray[np.float64]]:
-        """Sums of all loaded weights, computed by the sampling kernels; see `rollout.weights.fingerprint`.
+        """Sums of the weights that the model holds now: those of `sums`, from a second pass over the weights.
 
         Raises:
             RuntimeError: the engine is not `applying`: only an update that was just applied is summed.
         """
         async with self._updating:
-            if self.status is not EngineStatus.APPLYING:
-                raise RuntimeError(f"{self.spec.name} is {self.status.value}; weights are summed only after an update")
-            answers = await self._handle.ranks("loaded_fingerprint", pickle.dumps(self._counted()))
+            self._check_applying()
+            answers = await self._handle.ranks("loaded_fingerprint")
             return add_up(pickle.loads(answer) for answer in answers if isinstance(answer, bytes))
 
-    async def sum_weights(self) -> None:
-        """Compute `loaded_fingerprint` and keep it for `weight_gap`."""
-        self._sums = await self.loaded_fingerprint()
+    async def prove(self, expected: Fingerprint, lenience: Lenience, token_ids: list[int]) -> EngineProof:
+        """Compare the sums of the last update with the trainer's, and run the probe.
 
-    def weight_gap(self, expected: Fingerprint, lenience: Lenience) -> tuple[float, str]:
-        """Compare the sums with those of the trainer (`rollout.weights.fingerprint_sums.difference`).
-
-        The engine compares, because the sums of a large model are many megabytes.
+        The engine compares (`rollout.weights.fingerprint_sums.difference`), because the sums of a large model are many
+        megabytes.
 
         Raises:
-            RuntimeError: `sum_weights` does not precede this call.
+            RuntimeError: the engine is not `applying`, or sleeps.
         """
-        if self._sums is None:
-            raise RuntimeError(f"{self.spec.name} has no sums to compare; call `sum_weights` first")
-        sums, self._sums = self._sums, None
-        return difference(sums, expected, leniency=lenience.of)
+        self._check_applying()
+        gap, where = difference(self.sums, expected, leniency=lenience.of)
+        return EngineProof(weight_gap=gap, where=where, logprobs=await self.probe(token_ids))
+
+    def _check_applying(self) -> None:
+        if self.status is not EngineStatus.APPLYING:
+            raise RuntimeError(f"{self.spec.name} is {self.status.value}; weights are summed only after an update")
 
     def _counted(self) -> list[set[tuple[str, Box]]]:
         """The parts that each rank sums: a part of several ranks belongs to the first of them."""

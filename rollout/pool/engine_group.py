@@ -16,7 +16,7 @@ import numpy as np
 import ray
 
 from history.drafting.stats import DraftStats
-from rollout.engine.state import EngineState, UpdateTimes
+from rollout.engine.state import EngineProof, EngineState, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
@@ -239,11 +239,11 @@ class EngineGroup:
         self.wait(self._begin("drain", NoneType), timeout_s=timeout_s)
 
     def begin_update(
-        self, manifest: WeightManifest, addresses: Mapping[int, Mapping[int, str]]
+        self, manifest: WeightManifest, addresses: Mapping[int, Mapping[int, str]], *, with_sums: bool = True
     ) -> EngineCall[UpdateTimes]:
         """Apply a publish; `addresses` are by engine, then in the form of its transport."""
         shared = self._shared(manifest)
-        calls = {number: (shared, dict(of_engine)) for number, of_engine in addresses.items()}
+        calls = {number: (shared, dict(of_engine), with_sums) for number, of_engine in addresses.items()}
         return self._begin_each("update", UpdateTimes, calls)
 
     def _shared(self, manifest: WeightManifest) -> ray.ObjectRef:
@@ -252,16 +252,15 @@ class EngineGroup:
             self._manifest = manifest, ray.put(manifest)
         return self._manifest[1]
 
-    def begin_sum_weights(self) -> EngineCall[None]:
-        """Every engine sums all weights that it has loaded, and keeps the sums."""
-        return self._begin("sum_weights", NoneType)
-
-    def begin_weight_gap(self, expected: Fingerprint, lenience: Lenience) -> EngineCall[tuple[float, str]]:
-        """Every engine compares its sums with the expected ones: largest difference, and where."""
-        return self._begin("weight_gap", tuple, ray.put(expected), lenience)
+    def prove(
+        self, expected: Fingerprint, lenience: Lenience, token_ids: Sequence[int], *, timeout_s: float
+    ) -> dict[int, EngineProof]:
+        """Every engine compares its sums with the expected ones, and computes log-probabilities of the probe prompt."""
+        proving = self._begin("prove", EngineProof, ray.put(expected), lenience, list(token_ids))
+        return self.wait(proving, timeout_s=timeout_s)
 
     def begin_probe(self, token_ids: Sequence[int]) -> EngineCall[list[float]]:
-        """Log-probabilities of the probe prompt in each engine."""
+        """Log-probabilities of a prompt in each engine."""
         return self._begin("probe", list, list(token_ids))
 
     def resume(self, *, timeout_s: float) -> None:

@@ -7,12 +7,17 @@ outputs: some thousandths. A wrong, missing or exchanged row changes its group b
 the group's size, unless its product is close to 0 for all four vectors, which is rare. Vectors (norms, biases) are
 summed in the same way without a product.
 
+The four vectors are one random vector times the rows of a Hadamard matrix, repeated along runs of columns. They are
+orthogonal, and their products are sums and differences of four parts of a row, so a CPU multiplies each weight once
+(`rollout.cpu.sign_products`).
+
 One kernel computes all three matrices of an expert, so the sums are of the expert's outputs for the signs, as if they
 were the product with its last matrix. They distinguish experts, and show a fault of a whole matrix, but not one wrong
 row among thousands.
 
 Sums of boxes of a tensor add up to the tensor's sums: every rank of either side returns its own, and no rank gathers
-weights.
+weights. So do products: those of boxes side by side add up to the products of their rows. Both sides take products
+while a tensor is in a cache: the trainer when it packs a box, the engine when it has loaded a layer.
 
 Shape legend: N rows, K columns, S vectors of signs (1 for vectors), G groups.
 """
@@ -28,17 +33,37 @@ from rollout.weights.manifest import Box
 
 _AT_ONCE, _AT_ONCE_ON_DEVICE = 1 << 18, 1 << 23
 """Elements of a matrix that are converted to float32 at a time."""
+_LONGEST_RUN, _FEWEST_RUNS = 64, 16
+"""Columns of a run: at most so many, and at least so many runs, so that every part has columns from everywhere."""
+_HADAMARD = np.array([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]], dtype=np.float32)
+_OTHER_SEEDS = 1 << 32
+"""Keeps the signs of columns apart from those of rows."""
+
+Sums = npt.NDArray[np.float64]
 
 
 @lru_cache(maxsize=256)
-def row_signs(num_rows: int) -> torch.Tensor:
-    """Signs of the rows of a tensor: float64 [N], shared and not to be modified."""
-    return _signs(num_rows, num_rows).double()
+def row_signs(num_rows: int) -> npt.NDArray[np.float64]:
+    """Signs of the rows of a tensor: [N], shared and not to be modified."""
+    signs: npt.NDArray[np.float64] = _signs(num_rows, num_rows).double().numpy()
+    return signs
 
 
 @lru_cache(maxsize=256)
 def _column_signs(num_columns: int) -> torch.Tensor:
-    return _signs(num_columns, NUM_VECTORS * num_columns).view(NUM_VECTORS, num_columns)
+    parts = np.arange(num_columns) // run_length(num_columns) % NUM_VECTORS
+    return torch.from_numpy(_HADAMARD[:, parts]) * random_signs(num_columns)
+
+
+@lru_cache(maxsize=256)
+def random_signs(num_columns: int) -> torch.Tensor:
+    """The random vector of a matrix with so many columns: float32 [K], shared and not to be modified."""
+    return _signs(_OTHER_SEEDS + num_columns, num_columns)
+
+
+def run_length(num_columns: int) -> int:
+    """Columns of a run in a matrix with so many columns; run u belongs to part u modulo 4."""
+    return max(1, min(_LONGEST_RUN, num_columns // _FEWEST_RUNS))
 
 
 def _signs(seed: int, count: int) -> torch.Tensor:
@@ -50,7 +75,7 @@ def column_signs(box: Box, shape: tuple[int, ...]) -> torch.Tensor:
     return _column_signs(shape[1])[:, box.start[1] : box.start[1] + box.shape[1]]
 
 
-def fold(products: torch.Tensor, box: Box, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
+def fold(products: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Sums:
     """Sums of a box's rows and of their squares, float64 [2, S, G].
 
     Args:
@@ -58,18 +83,34 @@ def fold(products: torch.Tensor, box: Box, shape: tuple[int, ...]) -> npt.NDArra
         box: the box.
         shape: shape of the whole tensor.
     """
-    rows = torch.arange(box.start[0], box.start[0] + box.shape[0])
-    signed = products.detach().double().cpu() * row_signs(shape[0])[rows]
-    both = torch.stack([signed, signed.square()])
-    sums = torch.zeros(2, len(products), NUM_GROUPS, dtype=torch.float64)
-    folded: npt.NDArray[np.float64] = sums.index_add_(2, rows * NUM_GROUPS // shape[0], both).numpy()
-    return folded
+    sums = np.zeros((2, len(products), NUM_GROUPS))
+    first, num_rows = box.start[0], box.shape[0]
+    if num_rows:
+        signed = products.detach().double().cpu().numpy() * row_signs(shape[0])[first : first + num_rows]
+        starts, groups = _runs_of_groups(first, num_rows, shape[0])
+        sums[0][:, groups] = np.add.reduceat(signed, starts, axis=1)
+        sums[1][:, groups] = np.add.reduceat(np.square(signed), starts, axis=1)
+    return sums
 
 
-def of_box(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> npt.NDArray[np.float64]:
+@lru_cache(maxsize=1024)
+def _runs_of_groups(first: int, num_rows: int, whole: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """First row in the box of each group that it touches, and the numbers of those groups."""
+    of_row = np.arange(first, first + num_rows) * NUM_GROUPS // whole
+    groups, starts = np.unique(of_row, return_index=True)
+    return starts, groups
+
+
+def of_box(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> Sums:
     """Sums of a box with these values, [rows, columns] or [rows]: float64 [2, S, G]."""
-    products = multiply(values, column_signs(box, shape)) if values.dim() == 2 else values.unsqueeze(0)
-    return fold(products, box, shape)
+    return fold(products_of(values, box, shape), box, shape)
+
+
+def products_of(values: torch.Tensor, box: Box, shape: tuple[int, ...]) -> torch.Tensor:
+    """Products of a box's rows with `column_signs`, float32 [S, rows]; a vector's elements, [1, rows]."""
+    if values.dim() < 2:
+        return values.float().unsqueeze(0)
+    return multiply(values, column_signs(box, shape))
 
 
 def through_expert(gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:

@@ -35,7 +35,7 @@ from rollout.transports.streaming import GroupInbox
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Box, Required, TensorSpec, WeightManifest
 from rollout.worker import loader_replay, vllm_quirks
-from rollout.worker.loaded_fingerprint import loaded_fingerprint
+from rollout.worker.loaded_fingerprint import CountedLandings, LoadedSums
 from rollout.worker.loader_recording import Landing, Recording, StandIns, required_boxes
 from rollout.worker.received_pieces import ReceivedPieces
 
@@ -54,6 +54,8 @@ class UpdateOrder:
     """Addresses of staged buckets by trainer rank, or of shared regions by engine rank if colocated."""
     timeout_s: float
     """Deadline of the whole publish."""
+    with_sums: bool = True
+    """Whether ranks sum what they load. Without sums the engine cannot serve these weights."""
 
 
 @dataclass
@@ -83,6 +85,8 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     _order: UpdateOrder | None = None
     _specs: tuple[TensorSpec, ...] = ()
     _recording = Recording((), frozenset())
+    _counted = CountedLandings((), (), ())
+    _sums: LoadedSums | None = None
     _inbox: AwaitedInbox | None = None
     _feeding: AbstractContextManager[object] = nullcontext()
     """Context in which loaders copy received boxes instead of stand-ins."""
@@ -141,9 +145,18 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             _logger.warning("%d of %d modules need vLLM's loaders: %s", len(slow), len(modules), ", ".join(slow[:5]))
         return required_boxes(self._recording.landings)
 
-    def loaded_fingerprint(self, counted: Collection[tuple[str, Box]]) -> Fingerprint:
-        """Fingerprint of the weights that the model holds now; `required` must have been called before."""
-        return loaded_fingerprint(self.model, self._recording.landings, self._specs, counted, self.model_config.dtype)
+    def count(self, counted: Collection[tuple[str, Box]]) -> None:
+        """Choose the tensors and boxes that this rank sums; call it after `required`."""
+        self._counted = CountedLandings(self._recording.landings, self._specs, counted)
+
+    def loaded_fingerprint(self) -> Fingerprint:
+        """Fingerprint of the weights that the model holds now."""
+        return LoadedSums(self.model, self._counted, self.model_config.dtype).fingerprint()
+
+    def take_sums(self) -> Fingerprint:
+        """Fingerprint of the last applied publish, taken while it was loaded; empty if it was announced without."""
+        sums, self._sums = self._sums, None
+        return {} if sums is None else sums.fingerprint()
 
     def arrived(self) -> bool:
         """Whether verified buckets are there, so that the publish can begin to be applied.
@@ -166,6 +179,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         order, inbox = self._order, self._inbox
         if order is None or inbox is None or order.manifest.weight_version != update_info.weight_version:
             raise RuntimeError(f"weight version {update_info.weight_version} was not announced to this rank")
+        self._sums = LoadedSums(self.model, self._counted, self.model_config.dtype) if order.with_sums else None
         stand_ins = StandIns(order.manifest.tensors)
         received = ReceivedPieces(order.manifest, inbox, engine_rank=self._rank)
         self._feeding = stand_ins.feed(received)
@@ -175,6 +189,8 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         for step in loader_replay.steps(order.manifest.tensors, self._recording):
             if isinstance(step, str):
                 loader_replay.load(self.model.get_submodule(step), landings[step], received)
+                if self._sums is not None:
+                    self._sums.add(step)
             else:
                 with self._feeding:
                     self.model.load_weights(stand_ins.items(step))
@@ -196,6 +212,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             info.loaded_weights = []
             info.load_numel = 0
         self._feeding = nullcontext()
+        self._sums = None
         self.finish_weight_update()
 
     def shutdown(self) -> None:

@@ -179,14 +179,14 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """Pickled `Required`: the boxes this rank requires of these tensors (a pickled tuple of `TensorSpec`)."""
         return pickle.dumps(self._receiver().required(pickle.loads(specs)))
 
-    def loaded_fingerprint(self, counted: bytes) -> bytes:
-        """Pickled `rollout.weights.fingerprint_sums.Fingerprint` of the loaded weights.
+    def count(self, counted: bytes) -> None:
+        """Choose what this rank sums; a pickled list, for each rank the tensors and boxes of its fingerprint."""
+        self._receiver().count(pickle.loads(counted)[self.rank])
 
-        `counted` is a pickled list: for each rank the tensors and boxes that its fingerprint includes.
-        """
-        boxes = pickle.loads(counted)[self.rank]
+    def loaded_fingerprint(self) -> bytes:
+        """Pickled `rollout.weights.fingerprint_sums.Fingerprint` of the weights that the model holds now."""
         with set_current_vllm_config(self.vllm_config):
-            return pickle.dumps(self._receiver().loaded_fingerprint(boxes))
+            return pickle.dumps(self._receiver().loaded_fingerprint())
 
     def expect_weights(self, order: bytes) -> None:
         """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
@@ -196,12 +196,18 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         """Whether verified buckets of the announced publish are there, so that it can be applied."""
         return self._receiver().arrived()
 
-    def apply_weights(self, weight_version: int) -> None:
-        """Apply the announced publish. After a failure the model has mixed weights; a next publish is possible."""
+    def apply_weights(self, weight_version: int) -> bytes:
+        """Apply the announced publish; returns its pickled fingerprint, as `BucketReceiver.take_sums`.
+
+        After a failure the model has mixed weights; a next publish is possible.
+        """
         self.start_weight_update()
         try:
-            self.update_weights({"weight_version": weight_version})
+            with set_current_vllm_config(self.vllm_config):
+                self.update_weights({"weight_version": weight_version})
             self.finish_weight_update()
+            with set_current_vllm_config(self.vllm_config):
+                return pickle.dumps(self._receiver().take_sums())
         except Exception:  # after any failure no layer may stay half loaded; `answer` reports the error
             with set_current_vllm_config(self.vllm_config):
                 self._receiver().discard()

@@ -131,7 +131,7 @@ def rehearse(case: Case, *, sleeps: bool) -> None:
     senders = [ShmSender(run_id=RUN_ID, rank=rank) for rank in range(2)]
     for version in (0, 1):
         case.run(f"publish {version}", lambda version=version: case.publish(senders, version))
-        case.run(f"sums {version}", weights.sum_weights)
+        case.run(f"sums {version}", weights.loaded_fingerprint)
         case.run(f"probe {version}", lambda: weights.probe(PROBE))
     case.run("leave the channel", lambda: case.engine._handle.ranks("close_channel"))
     case.run("generate", case.generate)

@@ -60,6 +60,7 @@ def publish_report():
         pause_s=0.0,
         apply_s=0.0,
         deliver_s=0.0,
+        sums_s=0.0,
         probe_s=0.0,
         weight_gaps=(0.0,),
         probe_gaps=(0.0,),

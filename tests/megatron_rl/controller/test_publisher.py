@@ -9,10 +9,10 @@ import pytest
 from megatron_rl.controller.delivery import DeliveryReport, StreamingDelivery
 from megatron_rl.controller.publisher import Publisher, spread
 from megatron_rl.model.spec import Experts, ModelSpec
-from megatron_rl.trainer.messages import ProbeResult, StagedWeights
+from megatron_rl.trainer.messages import ProbeResult, StagedWeights, TrainerProof
 from megatron_rl.weights.quantization_stats import QuantizationStats
 from megatron_rl.weights.reshard_plan import plan_reshard
-from rollout.engine.state import UpdateTimes
+from rollout.engine.state import EngineProof, UpdateTimes
 from rollout.failures import DeadlineError
 from rollout.weights.fingerprint_sums import NUM_GROUPS, difference
 from rollout.weights.format import WeightFormat
@@ -20,36 +20,29 @@ from tests.megatron_rl.weights.test_reshard_plan import INT8, SPEC, ParallelConf
 
 CODES = QuantizationStats(signal=100.0, noise=1.0, num_codes=8, num_saturated=2)
 SUMS = np.ones((2, 1, NUM_GROUPS))
-STAGED = StagedWeights(rank=0, path="", num_bytes=5, scales_s=0.1, pack_s=0.2, send_s=0.3, fault="", codes={0: CODES})
+STAGED = StagedWeights(
+    rank=0, path="", num_bytes=5, scales_s=0.1, pack_s=0.2, send_s=0.3, sums_s=0.1, fault="", codes={0: CODES}
+)
 TIMES = UpdateTimes(arrive_s=0.0, pause_s=0.01, apply_s=0.5, num_in_flight=2, num_recomputed_tokens=30)
 REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
 
 
 class Engines:
-    """Stand-in for an `EngineGroup`: records every call and answers probes."""
+    """Stand-in for an `EngineGroup`: records every call and answers with probes and sums."""
 
     def __init__(self, log, probes, sums):
-        self.log = log
-        self.answers = {"probe": dict(enumerate(probes)), "sum_weights": {}}
-        self.sums = sums
-        self.begin_probe = lambda token_ids: self.begin("probe")
-        self.begin_sum_weights = lambda: self.begin("sum_weights")
+        self.log, self.probes, self.sums = log, probes, sums
         self.check = lambda manifest, *, timeout_s: log.append("check")
         self.drain = lambda *, timeout_s: log.append("drain")
         self.resume = lambda *, timeout_s: log.append("resume")
 
-    def begin(self, method):
-        self.log.append(f"{method} begins")
-        return method
-
-    def begin_weight_gap(self, expected, lenience):
+    def prove(self, expected, lenience, token_ids, *, timeout_s):
+        self.log.append(f"engines prove, {len(token_ids)} tokens")
         gaps = [difference(sums, expected, leniency=lenience.of) for sums in self.sums]
-        self.answers["weight_gap"] = dict(enumerate(gaps))
-        return self.begin("weight_gap")
-
-    def wait(self, method, *, timeout_s):
-        self.log.append(f"{method} ends")
-        return self.answers[method]
+        return {
+            number: EngineProof(weight_gap=gap, where=where, logprobs=probe)
+            for number, ((gap, where), probe) in enumerate(zip(gaps, self.probes, strict=True))
+        }
 
     def fence(self, faults, *, timeout_s):
         self.log.extend(f"fence {number}: {fault}" for number, fault in faults.items())
@@ -59,22 +52,22 @@ class Trainer:
     def __init__(self, log, tensor="w"):
         self.log, self.tensor, self.logprobs = log, tensor, REFERENCE
 
-    def published_fingerprint(self, *, timeout_s):
-        self.log.append("trainer sums up")
-        return [{self.tensor: SUMS / 4}, {self.tensor: SUMS * 3 / 4}]
+    def begin_proof(self, token_ids):
+        self.log.append(f"trainer begins its proof, {len(token_ids)} tokens")
 
-    def probe(self, token_ids, *, timeout_s):
-        self.log.append(f"trainer probes {len(token_ids)} tokens")
-        return ProbeResult(logprobs=self.logprobs)
+    def finish_proof(self, *, timeout_s):
+        self.log.append("trainer ends its proof")
+        return TrainerProof(sums={self.tensor: SUMS}, probe=ProbeResult(logprobs=self.logprobs))
 
 
 class Delivery:
     def __init__(self, log):
         self.log = log
 
-    def deliver(self, manifest):
+    def deliver(self, manifest, meanwhile):
         manifest.check()
         self.log.append(f"deliver {manifest.weight_version} of {manifest.run_id}")
+        meanwhile()
         times = [replace(TIMES, apply_s=seconds) for seconds in (0.5, 0.75)]
         return DeliveryReport(staged=(STAGED,), updates=tuple(times))
 
@@ -102,14 +95,9 @@ def test_engines_accept_the_manifest_before_any_byte_is_sent_and_serve_only_afte
     assert log == [
         "check",
         "deliver 3 of run",
-        "sum_weights begins",
-        "trainer sums up",
-        "sum_weights ends",
-        "weight_gap begins",
-        "weight_gap ends",
-        "probe begins",
-        "trainer probes 8 tokens",
-        "probe ends",
+        "trainer begins its proof, 8 tokens",
+        "trainer ends its proof",
+        "engines prove, 8 tokens",
         "resume",
     ]
     assert report.probe_gaps == pytest.approx((0.0, 0.05), abs=1e-6)
@@ -126,16 +114,19 @@ def test_requests_in_flight_are_reported_and_drained_before_the_transfer_if_conf
 
 def test_an_engine_that_takes_no_bucket_is_reported_as_its_own_failure_and_the_trainer_lives_on():
     engines = SimpleNamespace(
-        alive=(0,), begin_update=lambda manifest, addresses: "update", wait=lambda call, *, timeout_s: {0: TIMES}
+        alive=(0,),
+        begin_update=lambda manifest, addresses, *, with_sums: "update",
+        wait=lambda call, *, timeout_s: {0: TIMES},
     )
-    trainer = SimpleNamespace(stage=lambda version, *, timeout_s: [STAGED, replace(STAGED, fault="gone")])
+    staged = [STAGED, replace(STAGED, fault="gone")]
+    trainer = SimpleNamespace(stage=lambda version, *, timeout_s, with_sums: staged)
     delivery = StreamingDelivery(trainer, engines, source_ranks=(0, 1), timeout_s=1)
     manifest = SimpleNamespace(weight_version=3)
     with pytest.raises(DeadlineError, match="gone") as caught:
-        delivery.deliver(manifest)
+        delivery.deliver(manifest, lambda: None)
     assert caught.value.place.role == "engine"
-    trainer.stage = lambda version, *, timeout_s: [STAGED]
-    assert delivery.deliver(manifest).updates == (TIMES,)
+    trainer.stage = lambda version, *, timeout_s, with_sums: [STAGED]
+    assert delivery.deliver(manifest, lambda: None).updates == (TIMES,)
 
 
 MIXTURE = replace(SPEC, experts=Experts(count=4, per_token=2, ffn_size=48, normalised=True))
@@ -165,7 +156,7 @@ def test_only_experts_in_8_bits_may_differ_by_the_rounding_of_activations(tensor
 def test_engines_probe_only_after_the_trainer_offloaded():
     log = []
     publisher(log, [REFERENCE, REFERENCE], make_room=lambda: log.append("make room")).publish(3)
-    assert log[-5:] == ["trainer probes 8 tokens", "make room", "probe begins", "probe ends", "resume"]
+    assert log[-4:] == ["trainer ends its proof", "make room", "engines prove, 8 tokens", "resume"]
 
 
 def test_the_bound_of_the_probe_grows_with_the_spread_because_rounding_does():
@@ -200,8 +191,8 @@ def test_an_engine_that_fails_the_probe_is_fenced_and_no_engine_serves(wrong):
     ],
     ids=["a group", "nan", "missing"],
 )
-def test_an_engine_with_another_fingerprint_is_fenced_before_the_probe_naming_the_tensor(sums, said):
+def test_an_engine_with_another_fingerprint_is_fenced_naming_the_tensor(sums, said):
     log = []
     with pytest.raises(RuntimeError, match=rf"engine\(s\) \[1\] are fenced: weight version 3: {said}"):
         publisher(log, [REFERENCE, REFERENCE], sums=[{"w": SUMS * 1.001}, sums]).publish(3)
-    assert not {"probe begins", "resume"} & set(log)
+    assert "resume" not in log

@@ -143,7 +143,7 @@ def test_published_codes_are_the_parameters_codes_where_blocks_agree(single_rank
     assert all(agreed) == (found == 1.0) == (share == 1.0) and found > 0
 
 
-def test_the_probe_uses_the_published_values_and_leaves_the_parameters_unchanged(single_rank, tmp_path):
+def test_the_probe_of_fp8_parameters_is_that_of_their_values_and_leaves_them_unchanged(single_rank, tmp_path):
     directory = save_model("blocks", tmp_path / "model", dtype=torch.bfloat16)
     trainer = trainer_of(single_rank, directory, "blockwise_param", format="bf16")
     losses(trainer, steps=1)

@@ -25,8 +25,10 @@ from megatron_rl.config import (
 from megatron_rl.trainer.messages import TrainerSpec
 from rollout.data.sft_rows import SftRows
 from rollout.types import ColumnsRef, WeightVersion
+from rollout.weights.fingerprint_sums import add_up, difference
 from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import DTYPE_BYTES
+from tests.support.engines.weight_faults import meant
 from tests.support.scored_groups import scored_group
 from tests.support.trainers.memory_sender import MemorySender
 from tests.support.trainers.saves import save
@@ -207,45 +209,41 @@ def test_published_codes_equal_a_naive_quantiser_of_the_directory_under_every_pa
         assert not found
 
 
-def test_the_probe_uses_the_published_weights_and_leaves_the_model_unchanged(ranks, tmp_path):
+@pytest.mark.parametrize("format", ["int8", "fp8_channel", "fp8_block", "bf16"])
+def test_sums_taken_while_packing_are_those_of_the_sent_tensors_in_any_partition(ranks, tmp_path, format):
     algorithm = ALGORITHMS["one update"]
     save_model("qwen3", tmp_path)
     probes = {}
     for parallel in [ParallelConfig(), ParallelConfig(tensor=2, pipeline=2)]:
-        spec = trainer_spec(tmp_path, parallel, algorithm, format="int8")
-        outcomes = ranks.run(probe_twice, spec, parallel=parallel)
-        published, dequantised = outcomes[-1]
-        np.testing.assert_allclose(published, dequantised, atol=1e-5)
-        probes[parallel] = published
+        spec = trainer_spec(tmp_path, parallel, algorithm, format=format)
+        outcomes = ranks.run(stage_and_prove, spec, parallel=parallel)
+        sent = {name: torch.from_numpy(tensor) for name, tensor in assembled(outcomes).items()}
+        dtypes = {one.name: getattr(torch, one.dtype) for one in outcomes[0][3].tensors}
+        sent = {name: tensor.view(dtypes[name]) for name, tensor in sent.items()}
+        sums = add_up(outcome[0].sums for outcome in outcomes)
+        gap, where = difference(sums, meant(sent))
+        assert gap < 1e-5, where
+        probes[parallel] = outcomes[-1][0].probe.logprobs
     first, second = probes.values()
     np.testing.assert_allclose(first, second, atol=1e-4)
 
 
-def probe_twice(position, parallel, spec):
-    """Log-probabilities of the probe, and of a model that holds the published values."""
+def stage_and_prove(position, parallel, spec):
+    """The trainer's proof, the filled buckets, nothing, and the plan, in the order that `assembled` expects."""
     from megatron_rl.trainer.trainer import Trainer
 
     trainer = Trainer(spec, position)
     trainer.plan_publishes(())
-    trainer.stage(WeightVersion(0), MemorySender())
     before = {name: p.clone() for name, p in trainer._model.named_parameters()}
-    first = trainer.probe(list(range(1, 13)))
+    sender = MemorySender()
+    trainer.stage(WeightVersion(0), sender, with_sums=False)
+    with pytest.raises(RuntimeError, match="has no sums"):
+        trainer.proof(list(range(1, 13)))
+    trainer.stage(WeightVersion(1), sender)
+    proof = trainer.proof(list(range(1, 13)))
     for name, p in trainer._model.named_parameters():
         assert torch.equal(p, before[name]), name
-    published = {name: trainer.publishes.packer.published_values(name) for name in before}
-    for name, p in trainer._model.named_parameters():
-        p.data.copy_(published[name])
-    import megatron_rl.trainer.probe as probe
-    from megatron_rl.model.parallel import device
-
-    second = probe.probe(
-        trainer._policy.chunks,
-        lambda name: published[name],
-        list(range(1, 13)),
-        row_multiple=trainer.row_multiple,
-        device=device(),
-    )
-    return (None, None) if first is None else (first.logprobs, second.logprobs)
+    return proof, sender.contents, None, trainer.publishes.plan
 
 
 def test_the_distributed_optimizer_learns_the_same(ranks, tmp_path):

@@ -157,11 +157,16 @@ def test_two_ranks_answer_alike_with_pushed_and_with_loaded_weights(parallel, lo
 
 
 def fingerprint_after(live: Live, loop, tensors: Tensors) -> dict[str, np.ndarray]:
-    """Fingerprint of the engine that has applied these tensors and does not serve yet."""
+    """Fingerprint of the engine that has applied these tensors and does not serve yet, as taken while it loaded them.
+
+    It equals that of a second pass over the loaded weights, to the bit.
+    """
     version = live.engine.state().weight_version + 1
     publish = pack(tensors, version, "int8", num_ranks=2, required=live.engine.weights.required)
     loop.run(live.engine.weights.update(publish.manifest, live.stage(publish)))
-    return loop.run(live.engine.weights.loaded_fingerprint())
+    sums, again = live.engine.weights.sums, loop.run(live.engine.weights.loaded_fingerprint())
+    assert sums.keys() == again.keys() and all(np.array_equal(sums[name], again[name]) for name in sums)
+    return sums
 
 
 def test_the_fingerprint_of_both_ranks_equals_that_of_the_checkpoint_but_for_rounding(parallel, loop):

@@ -96,7 +96,8 @@ def sum_gaps(llm, directories: list[str], directory: str, format: str, version: 
     for number, fault in enumerate([*OF_EXPERTS][::-1]):  # the right ones last
         push_tensors(llm, OF_EXPERTS[fault](tensors, old), version + number, format)
         counted = {(name, box) for name, one in stacked(tensors).items() for box in whole_matrices(one)}
-        (sums,) = llm.collective_rpc("loaded_fingerprint", args=(pickle.dumps([counted]),))
+        llm.collective_rpc("count", args=(pickle.dumps([counted]),))
+        (sums,) = llm.collective_rpc("loaded_fingerprint")
         found[fault] = list(difference(pickle.loads(sums), add_up([meant(tensors)])))
     return found
 
