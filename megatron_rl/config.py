@@ -152,12 +152,12 @@ class PublishConfig(Config):
     transport: Literal["auto", "shm", "gloo", "nccl", "cuda_ipc"] = "auto"
     """`shm` and `gloo` send through host memory. `cuda_ipc` shares device memory after trainer ranks have exchanged
     weights over NCCL. `nccl` sends from device to device and needs engines with devices of their own
-    (`placement.mode`). `auto` takes `nccl` for such engines, and `gloo` in a running Ray cluster or with `delta`.
+    (`placement.mode`). `auto` takes `nccl` for such engines, and `gloo` if engines are on other nodes.
     Otherwise it takes `cuda_ipc` if every engine shares its devices with trainer ranks, else `shm`."""
     bucket_bytes: int = Field(default=64 << 20, gt=0)
     """Upper bound of a bucket. A larger piece of a layer gets a bucket of its own."""
     probe_tokens: int = Field(default=32, gt=1)
-    """Length of the fixed probe prompt by which every publish is checked."""
+    """Length of the fixed probe prompt by which every publish is checked. Shorter prompts find fewer faults."""
     timeout_s: float = Field(default=300.0, gt=0)
     """Deadline of one publish. The error names the late ranks."""
     in_flight: InFlight = "recompute"
@@ -169,7 +169,8 @@ class PublishConfig(Config):
     """Longest time that `drain` waits for running responses."""
     delta: bool = False
     """Send only codes that have changed since the last publish. The trainer keeps a copy of the 8-bit weights, and so
-    does every node with engines (`nccl`: every device). Not for `shm` and `cuda_ipc`, which copy nothing."""
+    does every node with engines (`nccl`: every device). Not for `shm` and `cuda_ipc`, which copy nothing. On one machine
+    full publishes are faster, so there it is used only if `transport` is named."""
     delta_full_every: int = Field(default=20, ge=0)
     """With `delta`, every n-th publish sends all weights. 0: only the first one does."""
 

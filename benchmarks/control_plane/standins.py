@@ -96,7 +96,9 @@ class Host:
         """A publish is applied."""
         del with_sums
         self._version[engine] = manifest.weight_version  # type: ignore[attr-defined]
-        return UpdateTimes(arrive_s=0.0, pause_s=0.0, apply_s=0.0, num_in_flight=0, num_recomputed_tokens=0)
+        return UpdateTimes(
+            arrive_s=0.0, pause_s=0.0, apply_s=0.0, num_in_flight=0, num_recomputed_tokens=0, received_bytes=1
+        )
 
     async def prove(self, engine: int, expected: object, lenience: object, token_ids: list[int]) -> EngineProof:
         """The sums have travelled."""

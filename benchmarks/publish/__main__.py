@@ -6,7 +6,11 @@
 vocabulary 32k). The trainer has two ranks (TP2 or PP2); there are two engines of one rank or one engine of two. All
 formats are sent through shared memory and sockets. A case takes four to six minutes; `--resume` keeps the cases of OUT.
 
-Rows `publish`: one per trainer, engines, format and transport, medians over publishes. `transfer_s` is the time of the
+Rows `publish`: one per trainer, engines, format and transport, medians over publishes. `total_s` is a whole publish,
+`bare_s` one without the proof: no sums and no probe, so the engines do not serve it. Both are measured in turn, and
+`proof_share` is the mean of `total_s / bare_s - 1` over the pairs, with its 95 % interval. Bytes are counted in the
+transports: `publish/wire_bytes` were sent by trainer ranks, `publish/received_bytes_max` came to one engine rank. A
+full publish has `own_shard_bytes` of its tensors. `transfer_s` is the time of the
 same bytes through the same transport without quantising and loading, `plain_s` the same without checksums.
 `peak_extra_bytes` is the largest growth of a process's resident memory, measured in processes that return freed memory
 at once. `peak_bound_bytes` is two buckets and the largest layer's shard; shared memory adds the staged bytes.
@@ -18,13 +22,18 @@ Rows `peer`: one rank gathers all BF16 weights and sends them to every engine, w
 others do. The time is the sum of parts, measured right after each publish of the product while its processes are
 stopped: gathering (`gather_s`), sending all BF16 weights to every engine rank (`send_s`), and quantising by all engine
 ranks at once (`quantise_s`). `apply_s` is an engine's time to load the format, the median of the product's through
-shared memory. `ours_over_peer` is the median of the ratios. Both sides do everything twice, and the second time counts.
+shared memory. `ours_over_peer` is the mean of the ratios without the proof, `proven_over_peer` with it, each with a
+95 % interval. Both sides do everything twice, and the second time counts.
+
+Rows `overlapped peer`, over sockets: a peer that gathers, sends, quantises and loads at the same time, at its best
+bucket size (`benchmarks.publish.overlapped_peer`).
 """
 
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -32,8 +41,9 @@ from typing import get_args
 from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
 from benchmarks.publish import on_device
 from benchmarks.publish.cases import BUCKET_BYTES, ENGINES, TRAINERS, TRANSPORTS, Case, row_key
+from benchmarks.publish.overlapped_peer import OverlappedPeer
 from benchmarks.publish.parts import asleep, exact_memory, peak_extra, transfer_s, write_model
-from benchmarks.publish.peer import PARTS, Peer, peer_row
+from benchmarks.publish.peer import OVERLAPPED, PARTS, Peer, interval, overlapped_row, peer_row
 from launcher.cluster.processes import START_TIMEOUT_S, Processes, processes
 from launcher.config.schema import ClusterConfig
 from megatron_rl.config import AlgorithmConfig, PublishConfig, TrainerConfig
@@ -49,13 +59,13 @@ from megatron_rl.weights.shards import rank_shards
 from rollout.config import EngineConfig, Format
 from rollout.engine.spec import EngineSpec
 from rollout.pool.engine_group import EngineGroup
-from rollout.types import EngineSlot
+from rollout.types import EngineSlot, WeightVersion
 from rollout.weights.manifest import DTYPE_BYTES, Required
 
 RUN_ID = "benchmark"
 TIMEOUT_S = 600.0
-NUM_ROUNDS = 3
-"""Rounds of two publishes; the second publish of each round counts, as in `benchmarks.publish.peer.Peer`."""
+NUM_ROUNDS = 6
+"""Rounds of two publishes with the proof and two without; the second of each counts, as in `Peer`."""
 NUM_TRANSFERS = 3
 """Measurements of each transfer."""
 
@@ -108,8 +118,9 @@ def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row
     num_rounds, num_transfers = (1, 1) if quick else (NUM_ROUNDS, NUM_TRANSFERS)
     num_engines, num_ranks = ENGINES[case.engines]
     named = {"trainer": case.trainer, "engines": case.engines, "format": case.format}
+    overlapped = OverlappedPeer(model, case)
     measured, plan, required = publishes(
-        case, model, work, rounds=num_rounds, beside=partial(Peer(model).measure, case)
+        case, model, work, rounds=num_rounds, beside=partial(_peers, Peer(model), overlapped, case)
     )
     apply_s = statistics.median(publish["timing_s/publish_apply"] for publish in measured["shm"])
     with exact_memory():
@@ -125,13 +136,16 @@ def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row
         row: Row = {
             **{"kind": "publish", **named, "transport": transport},
             **times,
-            **_bytes(plan, required),
             **_peak_bounds(case, model, plan, required, transport),
             **_medians(publishes_of),
+            **_bytes(plan, required, publishes_of),
+            **interval("proof_share", [publish["total_s"] / publish["bare_s"] - 1 for publish in publishes_of]),
             **{name: max(publish[name] for publish in peaks[transport]) for name in PEAKS},
         }
         yield row
         yield peer_row(row, publishes_of, apply_s=apply_s)
+        if transport == "gloo":
+            yield overlapped_row(row, publishes_of, bucket_bytes=overlapped.bucket_bytes)
     if case.trainer != DELTA_TRAINER:
         return
     changed, _, _ = publishes(case, model, work, rounds=num_rounds, delta=True)
@@ -140,8 +154,14 @@ def measure(case: Case, model: Path, work: Path, *, quick: bool) -> Iterator[Row
     yield {"kind": "delta", **named, "transport": "gloo", "bytes_over_whole": row["publish/wire_bytes"] / whole, **row}
 
 
+def _peers(peer: Peer, overlapped: OverlappedPeer, case: Case, transport: str) -> dict[str, float]:
+    """Seconds of both peers' publishes."""
+    seconds = peer.measure(case, transport)
+    return seconds | {OVERLAPPED: overlapped.measure()} if transport == "gloo" else seconds
+
+
 def _medians(publishes: Sequence[dict[str, float]]) -> dict[str, float]:
-    names = publishes[0].keys() - {*PEAKS, *PARTS}
+    names = publishes[0].keys() - {*PEAKS, *PARTS, OVERLAPPED}
     return {name: statistics.median(publish[name] for publish in publishes) for name in sorted(names)}
 
 
@@ -169,15 +189,13 @@ def publishes(
         plan = _plan(case, model, required, uses_te_layer_names=trainer.uses_te_layer_names())
         version = 0
         for transport in ("gloo",) if delta else TRANSPORTS:
-            publisher = _publisher(trainer, engines, plan, model, transport)
+            turns = Turns(trainer, engines, plan, model, transport, version)
             counted = []
-            for _ in range(rounds):
-                for _ in range(2):
-                    with peak_extra(TITLES) as peaks:
-                        report = publisher.publish(version)
-                    version += 1
+            for number in range(rounds):
+                figures = turns.round(proven_first=number % 2 == 0)
                 with asleep(TITLES):
-                    counted.append(report.metrics() | peaks | beside(transport))
+                    counted.append(figures | beside(transport))
+            version = turns.version
             measured[transport] = counted
     return measured, plan, required
 
@@ -231,13 +249,56 @@ def _plan(case: Case, model: Path, required: Sequence[Required], *, uses_te_laye
     )
 
 
+class Turns:
+    """Publishes over one transport, with the proof and without it in turn."""
+
+    def __init__(
+        self,
+        trainer: TrainerGroup,
+        engines: EngineGroup,
+        plan: ReshardPlan,
+        model: Path,
+        transport: str,
+        version: int,
+    ) -> None:
+        """Connect both sides; `version` is that of the next publish."""
+        self._engines, self._plan = engines, plan
+        self._delivery: WeightDelivery = ShmDelivery(trainer, engines, timeout_s=TIMEOUT_S)
+        if transport == "gloo":
+            self._delivery = StreamingDelivery(trainer, engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
+        self._delivery.connect()
+        self._publisher = _publisher(trainer, engines, self._delivery, plan, model)
+        self.version = version
+
+    def round(self, *, proven_first: bool) -> dict[str, float]:
+        """Two publishes of each kind; metrics and memory peaks of the second of each."""
+        figures: dict[str, float] = {}
+        for _ in range(2):
+            for proven in (proven_first, not proven_first):
+                figures |= self._proven() if proven else self._bare()
+        return figures
+
+    def _proven(self) -> dict[str, float]:
+        began = time.perf_counter()
+        with peak_extra(TITLES) as peaks:
+            report = self._publisher.publish(self.version)
+            total_s = time.perf_counter() - began
+        self.version += 1
+        return report.metrics() | peaks | {"total_s": total_s}
+
+    def _bare(self) -> dict[str, float]:
+        """A publish without sums and probe; engines hold it and do not serve it."""
+        manifest = self._plan.manifest(RUN_ID, WeightVersion(self.version))
+        began = time.perf_counter()
+        self._engines.check(manifest, timeout_s=TIMEOUT_S)
+        self._delivery.deliver(manifest, lambda: None, with_sums=False)
+        self.version += 1
+        return {"bare_s": time.perf_counter() - began}
+
+
 def _publisher(
-    trainer: TrainerGroup, engines: EngineGroup, plan: ReshardPlan, model: Path, transport: str
+    trainer: TrainerGroup, engines: EngineGroup, delivery: WeightDelivery, plan: ReshardPlan, model: Path
 ) -> Publisher:
-    delivery: WeightDelivery = ShmDelivery(trainer, engines, timeout_s=TIMEOUT_S)
-    if transport == "gloo":
-        delivery = StreamingDelivery(trainer, engines, source_ranks=plan.source_ranks, timeout_s=TIMEOUT_S)
-    delivery.connect()
     return Publisher(
         trainer,
         engines,
@@ -251,25 +312,24 @@ def _publisher(
     )
 
 
-def _bytes(plan: ReshardPlan, required: Sequence[Required]) -> dict[str, float]:
-    """Bytes sent and needed, for the rank with the largest ratio; and bytes of quantised tensors over those in BF16."""
+def _bytes(
+    plan: ReshardPlan, required: Sequence[Required], publishes: Sequence[Mapping[str, float]]
+) -> dict[str, float]:
+    """Bytes that an engine rank received, counted in its transport, over those of its tensors; also in BF16."""
     width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
-    shares = []
-    for rank, boxes in enumerate(required):
-        sent = sum(bucket.num_bytes for bucket in plan.buckets if bucket.required_by(rank))
-        needed = sum(box.size * width[name] for name, parts in boxes.items() for box in parts)
-        shares.append((sent / needed, sent, needed))
-    share, sent, needed = max(shares)
     layout = plan.format.layout
-    codes = [tensor for tensor in plan.tensors if layout is not None and tensor.dtype == layout.dtype]
-    names = {tensor.name for tensor in codes} | {tensor.name + layout.scale_suffix for tensor in codes if layout}
-    in_8_bits = sum(tensor.num_bytes for tensor in plan.tensors if tensor.name in names)
-    in_bf16 = sum(2 * tensor.num_bytes for tensor in codes)
+    suffix = layout.scale_suffix if layout is not None else None
+    shards, in_bf16 = [], []
+    for boxes in required:
+        sizes = {name: sum(box.size for box in parts) for name, parts in boxes.items()}
+        shards.append(sum(size * width[name] for name, size in sizes.items()))
+        in_bf16.append(sum(2 * size for name, size in sizes.items() if suffix is None or not name.endswith(suffix)))
+    received = statistics.median(publish["publish/received_bytes_max"] for publish in publishes)
     return {
-        "rank_bytes": sent,
-        "own_shard_bytes": needed,
-        "rank_bytes_over_own_shard": share,
-        "bytes_over_bf16": in_8_bits / in_bf16 if in_bf16 else 1.0,
+        "rank_bytes": received,
+        "own_shard_bytes": max(shards),
+        "rank_bytes_over_own_shard": received / max(shards),
+        "bytes_over_bf16": received / max(in_bf16),
     }
 
 
@@ -311,17 +371,21 @@ def _largest_layer(ranks: Sequence[Sequence[tuple[str, int]]]) -> int:
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals over all 8-bit rows; the worst row counts."""
+    """Goals over all 8-bit rows; the worst row counts, and of an interval the upper end."""
     ours = [row for row in rows if row["kind"] == "publish" and row["format"] != "bf16"]
     deltas = [row for row in rows if row["kind"] == "delta" and row["format"] != "bf16"]
     if not ours:
         return []
-    peers = [row for row in rows if row["kind"] == "peer" and row["format"] != "bf16"]
+    peers, overlapped = (
+        [row for row in rows if row["kind"] == kind and row["format"] != "bf16"] for kind in ("peer", "overlapped peer")
+    )
     rate = min(float(row["plain_s"]) / float(row["transfer_s"]) for row in ours)
     return [
-        _worst(ours, "rank_bytes_over_own_shard", "bytes to a rank over its own 8-bit shard", 1.02),
-        _worst(ours, "bytes_over_bf16", "wire bytes over BF16 of what is quantised", 0.52),
-        _worst(peers, "ours_over_peer", "seconds over the peer's", 0.6),
+        _worst(ours, "proof_share_high", "proof over a publish without it", 0.15),
+        _worst(ours, "rank_bytes_over_own_shard", "bytes that a rank received over its own 8-bit shard", 1.02),
+        _worst(peers, "ours_over_peer_high", "seconds over the peer's", 0.6),
+        _worst(peers, "proven_over_peer_high", "seconds with the proof over the peer's", 0.7),
+        _worst(overlapped, "proven_over_peer_high", "seconds with the proof over the overlapped peer's", 1.0),
         Goal(name="rate over a plain copy's", value=rate, bound=0.7, direction="at least", unit="x"),
         *(_worst_peak(ours, role) for role in TITLES),
         *([_worst(deltas, "bytes_over_whole", "bytes of a delta over those of all", 0.25)] if deltas else []),

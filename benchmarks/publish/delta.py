@@ -58,6 +58,7 @@ def run(warm: Path, work: Path, format: Format, learning_rate: float, *, quick: 
         f"num_steps={QUICK_STEPS if quick else NUM_STEPS}",
         f"engine.format={format}",
         "publish.delta=true",
+        "publish.transport=gloo",
         "publish.delta_full_every=0",
         f"trainer.optimizer.learning_rate={learning_rate}",
         "trainer.optimizer.warmup_steps=0",

@@ -125,7 +125,7 @@ def exact_memory() -> Iterator[None]:
             del os.environ[name]
 
 
-def _ready_processes() -> ForkServerContext:
+def ready_processes() -> ForkServerContext:
     """A context whose processes are forked from a server that has imported all modules, since importing takes long.
 
     Forked processes allocate their buffers themselves, as spawned ones do.
@@ -190,7 +190,7 @@ def transfer_s(plan: ReshardPlan, *, num_engines: int, num_ranks: int, transport
             folder=folder,
             stores=tuple(store.address for store in stores),
         )
-        context = _ready_processes()
+        context = ready_processes()
         meet = context.Barrier(route.world_size + 1, timeout=TIMEOUT_S)
         jobs = [context.Process(target=_rank, args=(route, rank, meet)) for rank in range(route.world_size)]
         for job in jobs:
@@ -266,7 +266,7 @@ def gather_s(model: Path, *, by_stage: bool) -> float:
     stages gather them too before they send (verl, `megatron_utils.broadcast_from_megatron_pp`, even on all stages).
     """
     store = open_store(host="127.0.0.1", timeout_s=TIMEOUT_S)
-    context = _ready_processes()
+    context = ready_processes()
     results = context.Queue()
     jobs = [
         context.Process(target=_gather, args=(str(model), store.port, rank, by_stage, results)) for rank in range(2)
@@ -306,7 +306,7 @@ def quantise_s(model: Path, format: str, *, num_engines: int, num_ranks: int) ->
     """Seconds in which all engine ranks of a peer quantise their shards of the layers; each rank is a process."""
     if format not in CODE_FORMATS:
         return 0.0
-    context = _ready_processes()
+    context = ready_processes()
     meet, results = context.Barrier(num_engines * num_ranks, timeout=TIMEOUT_S), context.Queue()
     jobs = [
         context.Process(target=_quantise, args=(str(model), format, rank, num_ranks, meet, results))

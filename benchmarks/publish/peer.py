@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
+from benchmarks.harness.paired import Difference
 from benchmarks.harness.record import Row
 from benchmarks.publish.cases import BUCKET_BYTES, ENGINES, TRAINERS, Case
 from benchmarks.publish.parts import gather_s, quantise_s, transfer_s
@@ -14,6 +15,9 @@ from megatron_rl.weights.reshard_plan import plan_reshard
 from rollout.weights.format import WeightFormat
 
 PARTS = ("gather_s", "send_s", "quantise_s")
+OVERLAPPED = "overlapped_s"
+"""Seconds of the peer that overlaps its parts."""
+CASE = ("trainer", "engines", "format", "transport")
 
 
 class Peer:
@@ -53,12 +57,40 @@ def peer_row(row: Row, publishes: Sequence[Mapping[str, float]], *, apply_s: flo
         apply_s: seconds in which an engine loads the received format.
     """
     totals = [sum(publish[part] for part in PARTS) + apply_s for publish in publishes]
-    ratios = [publish["timing_s/publish_deliver"] / total for publish, total in zip(publishes, totals, strict=True)]
     return {
         "kind": "peer",
-        **{name: row[name] for name in ("trainer", "engines", "format", "transport")},
+        **{name: row[name] for name in CASE},
         **{part: statistics.median(publish[part] for publish in publishes) for part in PARTS},
         "apply_s": apply_s,
         "deliver_s": statistics.median(totals),
-        "ours_over_peer": statistics.median(ratios),
+        **compared(publishes, totals),
     }
+
+
+def overlapped_row(row: Row, publishes: Sequence[Mapping[str, float]], *, bucket_bytes: int) -> Row:
+    """The row of the peer that overlaps its parts, whose seconds were measured right after each publish."""
+    totals = [publish[OVERLAPPED] for publish in publishes]
+    return {
+        "kind": "overlapped peer",
+        **{name: row[name] for name in CASE},
+        "bucket_bytes": bucket_bytes,
+        "deliver_s": statistics.median(totals),
+        **compared(publishes, totals),
+    }
+
+
+def compared(publishes: Sequence[Mapping[str, float]], peer_s: Sequence[float]) -> dict[str, float]:
+    """Seconds of the product over those of a peer, without and with the proof, with the ends of 95 % intervals."""
+    pairs = list(zip(publishes, peer_s, strict=True))
+    return interval("ours_over_peer", [publish["bare_s"] / total for publish, total in pairs]) | interval(
+        "proven_over_peer", [publish["total_s"] / total for publish, total in pairs]
+    )
+
+
+def interval(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Mean of some values and the ends of its 95 % interval; a single value has none."""
+    if len(values) < 2:
+        return {name: values[0]}
+    difference = Difference.of(values)
+    low, high = difference.interval
+    return {name: difference.mean, f"{name}_low": low, f"{name}_high": high}

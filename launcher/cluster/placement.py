@@ -45,6 +45,8 @@ class Placement:
     """Transport of weights to the engines."""
     notes: tuple[str, ...]
     """Sentences about settings that work, but slowly."""
+    declines_delta: bool = False
+    """Whether `publish.delta` is not used, because it would be slower than full publishes."""
     retired: tuple[int, ...] = ()
     """Numbers of engines that were given up with their node, ascending. Their slots name that node."""
 
@@ -160,6 +162,8 @@ def plan(config: RunConfig, nodes: Sequence[NodeResources]) -> Placement:
     engines, uses = place_engines(config.engine, uses, engine_counts(config, uses), beside_trainer=apart)
     engines = _with_shares(engines, 0.0 if apart else share)
     transport = weight_route.choose_transport(config, trainers, engines)
+    declines_delta = weight_route.declines_delta(config, trainers, engines)
+    declined = [weight_route.declined_delta(transport)] if declines_delta else []
     crowded = weight_route.detour(config, transport) if on_devices else _crowded(config, uses)
     used = tuple(use.node.name for n, use in enumerate(uses) if not n or use.num_trainers or use.num_engines)
     return Placement(
@@ -169,7 +173,8 @@ def plan(config: RunConfig, nodes: Sequence[NodeResources]) -> Placement:
         num_scorers=config.reward.num_scorers,
         num_history_shards=config.history.shards_over(len(used)) if config.drafts else 0,
         transport=transport,
-        notes=(*crowded, *_idle(config), *_unused(uses)),
+        notes=(*crowded, *declined, *_idle(config), *_unused(uses)),
+        declines_delta=declines_delta,
     )
 
 

@@ -43,9 +43,26 @@ def choose_transport(config: RunConfig, trainers: Sequence[TrainerRank], engines
         return asked
     if config.placement.mode == "disaggregated" and on_devices:
         return "nccl"
-    if config.publish.delta or far:
+    if far or (config.publish.delta and not declines_delta(config, trainers, engines)):
         return "gloo"
     return "cuda_ipc" if on_devices and not alone else "shm"
+
+
+def declines_delta(config: RunConfig, trainers: Sequence[TrainerRank], engines: Sequence[EngineSlot]) -> bool:
+    """Whether deltas are asked for and not chosen, because they would be slower than full publishes.
+
+    Inside one machine bytes are copied faster than changed ones are found. A configured socket transport is obeyed.
+    """
+    nodes = {rank.node for rank in trainers} | {slot.node for slot in engines}
+    return config.publish.delta and config.publish.transport == "auto" and len(nodes) == 1
+
+
+def declined_delta(transport: Transport) -> str:
+    """The line that says so."""
+    return (
+        f"`publish.delta` = true is not used: on one machine, sending all weights by {transport} is faster than "
+        "finding what changed; name publish.transport (gloo, or nccl if engines have GPUs of their own) to send changes"
+    )
 
 
 def detour(config: RunConfig, transport: Transport) -> list[str]:

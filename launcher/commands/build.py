@@ -68,6 +68,7 @@ def build_publisher(
         probe_length=config.publish.probe_tokens,
         max_probe_gap=config.engine.max_probe_gap,
         timeout_s=config.publish.timeout_s,
+        declines_delta=checked.placement.declines_delta,
         make_room=None if sharing is None else sharing.to_engines,
         drain_timeout_s=config.publish.drain_timeout_s if config.publish.in_flight == "drain" else None,
     )

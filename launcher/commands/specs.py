@@ -27,15 +27,15 @@ def engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
     ]
 
 
-def trainer_spec(config: RunConfig, format: WeightFormat, run_id: str) -> TrainerSpec:
-    """Specification of a run's trainer ranks."""
+def trainer_spec(config: RunConfig, format: WeightFormat, run_id: str, *, declines_delta: bool = False) -> TrainerSpec:
+    """Specification of a run's trainer ranks; `declines_delta` as in `Placement`."""
     updates = config.num_steps * config.algorithm.num_epochs * config.algorithm.num_mini_batches
     return TrainerSpec(
         model=config.model,
         run_id=run_id,
         config=config.trainer,
         algorithm=config.algorithm,
-        publish=config.publish,
+        publish=config.publish.model_copy(update={"delta": False}) if declines_delta else config.publish,
         format=format,
         temperature=config.sampling.temperature,
         max_response_tokens=config.sampling.max_response_tokens,

@@ -80,7 +80,9 @@ def start_workers(
 
 def start_trainer(checked: CheckedRun, running: Processes, resume: ResumePoint, run_id: str) -> TrainerGroup:
     """Start all trainer ranks, and load the checkpoint if there is one."""
-    trainer = running.start_trainer(trainer_spec(checked.config, checked.format, run_id), checked.placement.trainers)
+    placement = checked.placement
+    spec = trainer_spec(checked.config, checked.format, run_id, declines_delta=placement.declines_delta)
+    trainer = running.start_trainer(spec, placement.trainers)
     if resume.trainer:
         trainer.load(resume.trainer)
     return trainer

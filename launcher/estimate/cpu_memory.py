@@ -31,7 +31,7 @@ def cpu_table(run: PlannedRun, load: NodeLoad, *, count: int, available_bytes: i
         *_times(engine, load.num_engine_ranks, "engine"),
         _item("engine processes", engine_processes, "engine.num_engines"),
         _item("weights in transit", run.publish_bytes, "engine.format"),
-        *([_item("publish baselines", baselines, "publish.delta")] if config.publish.delta else []),
+        *([_item("publish baselines", baselines, "publish.delta")] if run.sends_deltas else []),
         _item("object store", config.cluster.object_store_bytes, "cluster.object_store_bytes"),
         *history_items(run, load),
     )

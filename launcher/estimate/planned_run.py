@@ -25,6 +25,11 @@ class PlannedRun:
         return weight_bytes(self.spec, WeightFormat.of(self.config.engine))
 
     @property
+    def sends_deltas(self) -> bool:
+        """Whether publishes send changes, for which both sides keep the last publish."""
+        return self.config.publish.delta and not self.placement.declines_delta
+
+    @property
     def longest_sample(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.config.data.max_prompt_tokens + self.config.sampling.max_response_tokens

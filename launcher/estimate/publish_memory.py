@@ -52,7 +52,7 @@ def device_publish_items(run: PlannedRun, load: DeviceLoad) -> Sequence[MemoryIt
 
 def device_baselines(run: PlannedRun, load: DeviceLoad) -> Sequence[MemoryItem]:
     """Copies of the last publish on a device, for deltas over NCCL: a trainer rank's share, an engine rank's shard."""
-    if not run.config.publish.delta or run.placement.transport != "nccl":
+    if not run.sends_deltas or run.placement.transport != "nccl":
         return []
     trainer = load.num_trainers * -(-run.publish_bytes // run.config.trainer.parallel.world_size)
     engines = load.num_engine_ranks * -(-run.publish_bytes // run.config.engine.tensor_parallel)
@@ -60,7 +60,7 @@ def device_baselines(run: PlannedRun, load: DeviceLoad) -> Sequence[MemoryItem]:
 
 
 def _workspace(run: PlannedRun, load: DeviceLoad) -> MemoryItem:
-    """Boxes that are quantised, and one layer: as published for the proof, and as loaded by each engine rank."""
+    """Boxes that are quantised, and one layer: an expert as published for its sums, or as loaded by an engine rank."""
     spec, config = run.spec, run.config
     layer = 2 * linear_parameters(spec) // spec.num_layers
     proof = max(
@@ -91,7 +91,7 @@ def host_publish_items(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
 def host_baselines(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
     """Copies of the last publish in the memory of a node, for deltas over gloo."""
     config = run.config
-    if not config.publish.delta or run.placement.transport != "gloo":
+    if not run.sends_deltas or run.placement.transport != "gloo":
         return []
     trainer = run.publish_bytes * load.num_trainers // config.trainer.parallel.world_size
     engines = load.num_engines * run.publish_bytes

@@ -132,7 +132,27 @@ _TRAINING: tuple[Row, ...] = (
 
 _PUBLISH: tuple[Row, ...] = (
     ("publish/weight_version", "version", "last", "Weight version of the last publish.", ""),
-    ("publish/wire_bytes", "bytes", "sum over trainer ranks", "Bytes that a publish sends.", ""),
+    (
+        "publish/wire_bytes",
+        "bytes",
+        "sum over trainer ranks",
+        "Bytes that trainer ranks wrote to shared memory, or to sockets or links for each receiver.",
+        "",
+    ),
+    (
+        "publish/received_bytes_max",
+        "bytes",
+        "max over engine ranks",
+        "Bytes that an engine rank read from shared memory, or received.",
+        "",
+    ),
+    (
+        "publish/delta_declined",
+        "0 or 1",
+        "last publish",
+        "All weights were sent in spite of `publish.delta`, because deltas would be slower.",
+        "",
+    ),
     ("publish/in_flight", "responses", "sum over engines", "Responses that the publish interrupted.", ""),
     ("publish/recomputed_tokens", "tokens", "sum over engines", "Tokens that a publish made engines recompute.", ""),
     (

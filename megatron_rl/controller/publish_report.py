@@ -11,8 +11,12 @@ class PublishReport:
     """One publish to all engines."""
 
     weight_version: int
+    declines_delta: bool
+    """Whether all weights were sent although deltas were asked for, because deltas would be slower."""
     wire_bytes: int
-    """Bytes of all buckets."""
+    """Bytes that trainer ranks gave to the transport, counted there (`Sender.sent_bytes`)."""
+    received_bytes: int
+    """Bytes that came out of the transport, for the engine rank with the most."""
     scales_s: float
     """Seconds for scales that trainer ranks share; the slowest rank."""
     pack_s: float
@@ -49,6 +53,8 @@ class PublishReport:
         return {
             "publish/weight_version": float(self.weight_version),
             "publish/wire_bytes": float(self.wire_bytes),
+            "publish/received_bytes_max": float(self.received_bytes),
+            "publish/delta_declined": float(self.declines_delta),
             "publish/in_flight": float(self.num_in_flight),
             "publish/recomputed_tokens": float(self.num_recomputed_tokens),
             "timing_s/publish_drain": self.drain_s,

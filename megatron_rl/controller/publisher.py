@@ -69,6 +69,7 @@ class Publisher:
         max_probe_gap: float,
         timeout_s: float,
         drain_timeout_s: float | None = None,
+        declines_delta: bool = False,
         make_room: Callable[[], None] | None = None,
     ) -> None:
         """Publish by `delivery`, which must be connected.
@@ -76,7 +77,8 @@ class Publisher:
         `plan` equals the trainer's (`plan_reshard` of the same arguments). `max_probe_gap` is in nats per nat of
         `spread`. With
         `drain_timeout_s`, engines finish their responses before weights are sent, within that time. `make_room` is
-        called after the trainer's last part in a publish, and engines forward only afterwards.
+        called after the trainer's last part in a publish, and engines forward only afterwards. `declines_delta` is
+        reported.
         """
         self._trainer = trainer
         self._engines = engines
@@ -93,6 +95,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self._drain_timeout_s = drain_timeout_s
         self._make_room = make_room
+        self._declines_delta = declines_delta
         self.version = -1
         """Version of the last publish that passed all checks; -1 before the first."""
 
@@ -126,6 +129,8 @@ class Publisher:
         self.version = policy_version
         return PublishReport(
             weight_version=version,
+            declines_delta=self._declines_delta,
+            received_bytes=max(update.received_bytes for update in report.updates),
             wire_bytes=sum(part.num_bytes for part in report.staged),
             scales_s=max(part.scales_s for part in report.staged),
             pack_s=max(part.pack_s for part in report.staged),

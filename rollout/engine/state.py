@@ -68,6 +68,8 @@ class UpdateTimes:
     """Responses in flight at the pause, waiting responses included."""
     num_recomputed_tokens: int
     """Tokens whose keys and values were discarded with the old weights and are recomputed."""
+    received_bytes: int
+    """Bytes that came out of the transport, for the rank with the most."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ from rollout.weights.checkpoint_tensors import check_manifest
 from rollout.weights.fingerprint_sums import Fingerprint, Lenience, add_up, difference
 from rollout.weights.manifest import Box, Required, TensorSpec, WeightManifest
 from rollout.worker import vllm_compat
-from rollout.worker.receiver import UpdateOrder
+from rollout.worker.receiver import Loaded, UpdateOrder
 
 ARRIVAL_POLL_S = 0.005
 GRACE_S = 30.0
@@ -148,7 +148,7 @@ class EngineWeights:
             in_flight = len(self._ledger)
             num_discarded = await self._pause(keeps_kv=self._keeps_kv)
             paused = time.perf_counter()
-            await self._apply(order)
+            received_bytes = await self._apply(order)
             done = time.perf_counter()
         return UpdateTimes(
             arrive_s=arrived - started,
@@ -156,6 +156,7 @@ class EngineWeights:
             apply_s=done - paused,
             num_in_flight=in_flight,
             num_recomputed_tokens=num_discarded,
+            received_bytes=received_bytes,
         )
 
     async def sleep(self) -> None:
@@ -225,7 +226,8 @@ class EngineWeights:
     async def _stop(self, *, keeps_kv: bool) -> None:
         await self._handle.llm.pause_generation(mode="keep", clear_cache=not keeps_kv)
 
-    async def _apply(self, order: UpdateOrder) -> None:
+    async def _apply(self, order: UpdateOrder) -> int:
+        """Apply a publish; returns the bytes that the rank with the most received."""
         version = order.manifest.weight_version
         self.status, self.sums = EngineStatus.APPLYING, {}
         try:
@@ -237,10 +239,12 @@ class EngineWeights:
             if isinstance(error, RuntimeError):
                 await self._leave_stream()
             raise EngineFencedError(f"{self.spec.name} is fenced: {self.fault}") from error
-        self.sums = add_up(pickle.loads(answer) for answer in answers if isinstance(answer, bytes))
+        loaded: list[Loaded] = [pickle.loads(answer) for answer in answers if isinstance(answer, bytes)]
+        self.sums = add_up(rank.sums for rank in loaded)
         await vllm_compat.note_weight_version(self._handle.llm, version)
         self.num_updates += 1
         self.version = version
+        return max((rank.received_bytes for rank in loaded), default=0)
 
     def _fence(self, fault: str) -> None:
         self.status, self.fault = EngineStatus.FENCED, fault

@@ -167,7 +167,10 @@ class Sender(Protocol):
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent to one engine in the last publish; fewer than the bytes of its buckets if deltas travel."""
+        """Bytes that this rank wrote to shared memory or gave to sockets and links in the last publish.
+
+        They are counted there: a bucket counts once for each of its receivers. If deltas travel, only they count.
+        """
         ...
 
     @property
@@ -191,6 +194,11 @@ class Inbox(Protocol):
         Raises:
             RuntimeError: the bucket is late (naming the trainer rank), corrupt, or of another publish.
         """
+        ...
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came out of sockets, links or shared memory for this rank since the publish began."""
         ...
 
 

@@ -123,12 +123,14 @@ class ColocatedSender:
         self._expected: deque[Bucket] = deque()
         self._receiving: list[tuple[Bucket, dist.Work | None]] = []
         self._version = WeightVersion(-1)
+        self._sent_bytes = 0
         self._deadline = 0.0
 
     def open(self, weight_version: WeightVersion, buckets: Sequence[Bucket]) -> None:
         """Reserve the region, and two buffers for buckets that only other devices require."""
         self.abandon()
         self._version = weight_version
+        self._sent_bytes = 0
         self._deadline = time.monotonic() + self._timeout_s
         self._buckets = {bucket.index: bucket for bucket in buckets}
         if self._hosted_here:
@@ -162,6 +164,7 @@ class ColocatedSender:
         """Seal a bucket and start to send it to the other trainer ranks whose engine ranks require it."""
         bucket = self._buckets[index]
         payload = self._place(bucket) if index in self._offsets else self._spare[self._turns[index]][: bucket.num_bytes]
+        self._sent_bytes += payload.numel() if index in self._offsets else 0
         seal(payload, self._version, run_id=self._run_id, index=index)
         self._receive_before(index)
         self._send(index, payload)
@@ -171,6 +174,7 @@ class ColocatedSender:
             self._sending[index] = [
                 (other, start_send(self._group, payload, other, index)) for other in self._receivers[index]
             ]
+            self._sent_bytes += payload.numel() * len(self._receivers[index])
 
     def _receive_before(self, index: int | None) -> None:
         """Start to receive all buckets before `index` in the common order; all remaining buckets for None.
@@ -218,8 +222,8 @@ class ColocatedSender:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of this rank's own buckets."""
-        return sum(bucket.num_bytes for bucket in self._buckets.values())
+        """Bytes of own buckets written to the region, and of all buckets that were sent or passed on."""
+        return self._sent_bytes
 
     @property
     def fault(self) -> str:
@@ -258,9 +262,10 @@ class ColocatedInbox:
                 f"the region of engine rank {engine_rank} has {memory.numel()} bytes, the manifest says {size}"
             )
         self._memory = memory
+        self.received_bytes = 0
         for bucket in shared:
             if bucket.required_by(engine_rank):
-                verify(self.take(bucket), manifest.weight_version, run_id=manifest.run_id, index=bucket.index)
+                verify(self._bytes(bucket), manifest.weight_version, run_id=manifest.run_id, index=bucket.index)
 
     def arrived(self) -> bool:
         """True: all buckets were verified when the inbox was made."""
@@ -268,6 +273,10 @@ class ColocatedInbox:
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         """The bytes of a bucket, verified when the inbox was made."""
+        self.received_bytes += bucket.num_bytes
+        return self._bytes(bucket)
+
+    def _bytes(self, bucket: Bucket) -> torch.Tensor:
         start = self._offsets[bucket.index]
         return self._memory[start : start + bucket.num_bytes]
 

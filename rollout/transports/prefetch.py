@@ -69,6 +69,11 @@ class Prefetch:
             self._room.release()
         return self._held.pop(bucket.index)
 
+    @property
+    def received_bytes(self) -> int:
+        """As the underlying inbox counts them."""
+        return self._inbox.received_bytes
+
     def close(self) -> None:
         """Stop receiving after the current bucket."""
         self._closed.set()

@@ -70,8 +70,8 @@ class ShmSender:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of all buckets."""
-        return sum(bucket.num_bytes for bucket in self._buckets.values())
+        """Bytes written to the segment."""
+        return self._file.written_bytes
 
     @property
     def fault(self) -> str:
@@ -98,6 +98,7 @@ class ShmInbox:
             RuntimeError: a rank's segment is missing or has another size than the manifest says.
         """
         self._run_id, self._version = manifest.run_id, manifest.weight_version
+        self.received_bytes = 0
         self._places: dict[int, tuple[mmap.mmap, int]] = {}
         """By bucket: its segment, and its first byte in the segment."""
         for rank in sorted({bucket.source_rank for bucket in manifest.buckets}):
@@ -133,6 +134,7 @@ class ShmInbox:
         """Return the bytes of a bucket; waits until all required buckets are verified."""
         self._verified.result()
         payload = self._bytes(bucket)
+        self.received_bytes += payload.numel()
         # views may outlive this tensor (in inference mode) and stay valid: dropped pages are read from the file again
         weakref.finalize(payload, drop_pages, *self._places[bucket.index], bucket.num_bytes)
         return payload

@@ -59,6 +59,8 @@ class SegmentFile:
         self._path: Path | None = None
         self._temporary: Path | None = None
         self._descriptor: int | None = None
+        self.written_bytes = 0
+        """Bytes that `write` has written since `begin`."""
 
     def begin(self, weight_version: WeightVersion, size: int) -> None:
         """Create a segment of `size` bytes; an earlier segment is removed.
@@ -71,6 +73,7 @@ class SegmentFile:
         if free.f_bavail * free.f_frsize < size:
             raise _no_room(size)
         self._descriptor = _create(path)
+        self.written_bytes = 0
         os.ftruncate(self._descriptor, max(size, 1))
 
     def write(self, content: memoryview, offset: int) -> None:
@@ -88,6 +91,7 @@ class SegmentFile:
                     raise
                 raise _no_room(len(content)) from error
             content, offset = content[written:], offset + written
+            self.written_bytes += written
 
     def reserve(self, weight_version: WeightVersion, size: int) -> mmap.mmap:
         """Writable memory of `size` bytes; an earlier segment is removed.

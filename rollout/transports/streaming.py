@@ -140,7 +140,7 @@ class GroupSender:
                     for tensor, tag in zip(tensors, _tags(index), strict=True):
                         if tensor.numel():
                             flight.works.append((engine_id, rank, start_send(group, tensor, peer, tag)))
-        self.sent_bytes += HEADER.size + (change or whole).body.numel()
+                            self.sent_bytes += tensor.numel()
         if self._delta:
             baseline = torch.empty_like(payload) if change is None else self._baselines[index][1]
             self._baselines[index] = self._version, baseline.copy_(payload)
@@ -250,6 +250,7 @@ class GroupInbox:
         self._run_id, self._version = "", WeightVersion(-1)
         self._timeout_s = self._deadline = 0.0
         self._baselines: dict[int, tuple[WeightVersion, torch.Tensor]] = {}
+        self.received_bytes = 0
         self._relay: Relay | None = None
         if channel.onward is not None:
             self._relay = Relay(channel.onward, engine_rank=engine_rank)
@@ -260,6 +261,7 @@ class GroupInbox:
             self._relay.expect(timeout_s)
         self._run_id, self._version, self._timeout_s = manifest.run_id, manifest.weight_version, timeout_s
         self._deadline = time.monotonic() + timeout_s
+        self.received_bytes = 0
 
     def take(self, bucket: Bucket) -> torch.Tensor:
         """Receive one bucket into new memory and verify it; may be called in any thread."""
@@ -301,6 +303,7 @@ class GroupInbox:
                 f"engine rank {self._engine_rank} waited in vain ({self._timeout_s:g} s for a publish) for "
                 f"{self._channel.named(source)} to send bucket {bucket.index} of weight version {self._version}"
             )
+        self.received_bytes += num_bytes
         return received
 
     def _whole(self, bucket: Bucket, message: Message, base_version: int) -> torch.Tensor:

@@ -58,6 +58,16 @@ class UpdateOrder:
     """Whether ranks sum what they load. Without sums the engine cannot serve these weights."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """What a rank reports of a publish that it has applied."""
+
+    sums: Fingerprint
+    """Taken while the publish was loaded; empty if it was announced without."""
+    received_bytes: int
+    """Counted by the transport."""
+
+
 @dataclass
 class ChannelInit(WeightTransferInitInfo):  # type: ignore[misc]
     """vLLM's message with a channel for its workers; bytes, because its serialiser supports no other types."""
@@ -87,6 +97,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     _recording = Recording((), frozenset())
     _counted = CountedLandings((), (), ())
     _sums: LoadedSums | None = None
+    _received_bytes = 0
     _inbox: AwaitedInbox | None = None
     _feeding: AbstractContextManager[object] = nullcontext()
     """Context in which loaders copy received boxes instead of stand-ins."""
@@ -153,10 +164,10 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         """Fingerprint of the weights that the model holds now."""
         return LoadedSums(self.model, self._counted, self.model_config.dtype).fingerprint()
 
-    def take_sums(self) -> Fingerprint:
-        """Fingerprint of the last applied publish, taken while it was loaded; empty if it was announced without."""
+    def loaded(self) -> Loaded:
+        """Report the publish that was applied, once."""
         sums, self._sums = self._sums, None
-        return {} if sums is None else sums.fingerprint()
+        return Loaded(sums={} if sums is None else sums.fingerprint(), received_bytes=self._received_bytes)
 
     def arrived(self) -> bool:
         """Whether verified buckets are there, so that the publish can begin to be applied.
@@ -201,6 +212,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
         with self._feeding:
             layerwise.finalize_layerwise_reload(self.model, self.model_config)
         vllm_quirks.after_reload(self.model)
+        self._received_bytes = 0 if self._inbox is None else self._inbox.received_bytes
         self._order = self._inbox = None
         self._feeding = nullcontext()
 

@@ -197,7 +197,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         return self._receiver().arrived()
 
     def apply_weights(self, weight_version: int) -> bytes:
-        """Apply the announced publish; returns its pickled fingerprint, as `BucketReceiver.take_sums`.
+        """Apply the announced publish; returns a pickled `rollout.worker.receiver.Loaded`.
 
         After a failure the model has mixed weights; a next publish is possible.
         """
@@ -207,7 +207,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
                 self.update_weights({"weight_version": weight_version})
             self.finish_weight_update()
             with set_current_vllm_config(self.vllm_config):
-                return pickle.dumps(self._receiver().take_sums())
+                return pickle.dumps(self._receiver().loaded())
         except Exception:  # after any failure no layer may stay half loaded; `answer` reports the error
             with set_current_vllm_config(self.vllm_config):
                 self._receiver().discard()

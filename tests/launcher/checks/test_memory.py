@@ -200,7 +200,7 @@ def test_a_publish_needs_a_staged_copy_or_two_buckets_and_deltas_need_baselines(
     host = phases(plan_of(spec, GPU, publish={"transport": "shm"}).tables[1])
     assert host["publish"]["weights in transit"] == weights
     two = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
-    publish = {"transport": "auto", "delta": True, "bucket_bytes": 1 << 20}
+    publish = {"transport": "nccl", "delta": True, "bucket_bytes": 1 << 20}
     apart = plan_of(spec, two, publish=publish, placement={"mode": "disaggregated"}).tables[:2]
     assert [table.title for table in apart] == ["device with a trainer rank", "device with an engine rank"]
     for table in apart:
@@ -284,7 +284,10 @@ def test_the_history_is_planned_with_its_budget_or_all_tokens_of_a_short_run(tmp
 @pytest.mark.parametrize("num_engines", [1, 4])
 def test_trainer_and_engines_hold_the_last_publish_for_deltas(tmp_path: Path, num_engines: int) -> None:
     spec = spec_of(tmp_path)
-    memory = plan_of(spec, CPU, publish={"delta": True}, engine={"num_engines": num_engines})
+    declined = plan_of(spec, CPU, publish={"delta": True}, engine={"num_engines": num_engines})
+    assert not any(item.what == "publish baselines" for item in declined.tables[0].phases["all phases"])
+    publish = {"delta": True, "transport": "gloo"}
+    memory = plan_of(spec, CPU, publish=publish, engine={"num_engines": num_engines})
     kept = next(item for item in memory.tables[0].phases["all phases"] if item.what == "publish baselines")
     assert kept.num_bytes == (1 + num_engines) * 2 * num_parameters(spec)
     assert kept.knob == "publish.delta"

@@ -88,12 +88,13 @@ def test_the_history_is_placed_if_engines_draft_and_uses_no_logical_cpu(node: No
     [
         ({}, "local", 0, 1, "shm"),
         ({}, "10.0.0.1:6379", 0, 1, "shm"),
-        ({"delta": True}, "local", 0, 1, "gloo"),
+        ({"delta": True}, "local", 0, 1, "shm"),  # on one machine a delta would be slower
+        ({"delta": True, "transport": "gloo"}, "local", 0, 1, "gloo"),
         ({"transport": "gloo"}, "local", 0, 1, "gloo"),
         ({"transport": "shm"}, "10.0.0.1:6379", 0, 1, "shm"),
         ({}, "local", 2, 2, "cuda_ipc"),
         ({}, "local", 2, 1, "shm"),  # an engine is on a device without a trainer rank
-        ({"delta": True}, "local", 2, 2, "gloo"),
+        ({"delta": True}, "local", 2, 2, "cuda_ipc"),
         ({}, "10.0.0.1:6379", 2, 2, "cuda_ipc"),
         ({"transport": "nccl"}, "local", 4, 2, "nccl"),
     ],
@@ -109,6 +110,14 @@ def test_the_fastest_transport_that_reaches_every_engine_is_chosen(
         algorithm={"prompts_per_step": 4, "group_size": 4},
     )
     assert plan(config, [replace(node, gpu_bytes=(1 << 36,) * devices)]).transport == chosen
+
+
+def test_a_delta_that_would_be_slower_is_declined_in_one_line(node: NodeResources) -> None:
+    declined = plan(run_config(publish={"delta": True}), [node])
+    (note,) = declined.notes
+    assert declined.declines_delta and note.startswith("`publish.delta` = true is not used: on one machine")
+    asked = plan(run_config(publish={"delta": True, "transport": "gloo"}), [node])
+    assert not asked.declines_delta and asked.notes == ()
 
 
 def test_notes_tell_of_cores_shared_at_once_and_of_idle_engines(node: NodeResources) -> None:

@@ -49,6 +49,8 @@ def history(log):
 
 def publish_report():
     return PublishReport(
+        declines_delta=False,
+        received_bytes=0,
         weight_version=0,
         wire_bytes=1,
         scales_s=0.0,

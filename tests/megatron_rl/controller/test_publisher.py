@@ -23,7 +23,9 @@ SUMS = np.ones((2, 1, NUM_GROUPS))
 STAGED = StagedWeights(
     rank=0, path="", num_bytes=5, scales_s=0.1, pack_s=0.2, send_s=0.3, sums_s=0.1, fault="", codes={0: CODES}
 )
-TIMES = UpdateTimes(arrive_s=0.0, pause_s=0.01, apply_s=0.5, num_in_flight=2, num_recomputed_tokens=30)
+TIMES = UpdateTimes(
+    arrive_s=0.0, pause_s=0.01, apply_s=0.5, num_in_flight=2, num_recomputed_tokens=30, received_bytes=4
+)
 REFERENCE = np.linspace(-3, -1, 7, dtype=np.float32)
 
 

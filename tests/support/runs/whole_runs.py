@@ -363,7 +363,7 @@ def run_fed_with_changes(example: Path) -> tuple[Path, str]:
         },
         algorithm={"prompts_per_step": 2, "group_size": 4, "num_mini_batches": 2, "max_refill": 3.0},
         reward={"function": "tests.support.reward_functions.scarce"},
-        publish={"delta": True},
+        publish={"delta": True, "transport": "gloo"},
         history={"warm_start": str(example / UNINTERRUPTED / "traces")},
         evaluation={
             "sets": {"held_out": {"path": str(example / "data" / "held_out.jsonl"), "max_response_tokens": 32}}
