@@ -169,8 +169,8 @@ class PublishConfig(Config):
     """Longest time that `drain` waits for running responses."""
     delta: bool = False
     """Send only codes that have changed since the last publish. The trainer keeps a copy of the 8-bit weights, and so
-    does every node with engines (`nccl`: every device). Not for `shm` and `cuda_ipc`, which copy nothing. On one machine
-    full publishes are faster, so there it is used only if `transport` is named."""
+    does every node with engines (`nccl`: every device). Not for `shm` and `cuda_ipc`, which copy nothing. On one
+    machine full publishes are faster, so there it is used only if `transport` is named."""
     delta_full_every: int = Field(default=20, ge=0)
     """With `delta`, every n-th publish sends all weights. 0: only the first one does."""
 

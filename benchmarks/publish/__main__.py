@@ -315,7 +315,10 @@ def _publisher(
 def _bytes(
     plan: ReshardPlan, required: Sequence[Required], publishes: Sequence[Mapping[str, float]]
 ) -> dict[str, float]:
-    """Bytes that an engine rank received, counted in its transport, over those of its tensors; also in BF16."""
+    """Bytes that an engine rank received, counted in its transport, over those of its tensors, and over BF16.
+
+    `bytes_over_bf16` are the planned bytes of quantised tensors with scales over those of the same tensors in BF16.
+    """
     width = {tensor.name: DTYPE_BYTES[tensor.dtype] for tensor in plan.tensors}
     layout = plan.format.layout
     suffix = layout.scale_suffix if layout is not None else None
@@ -324,12 +327,16 @@ def _bytes(
         sizes = {name: sum(box.size for box in parts) for name, parts in boxes.items()}
         shards.append(sum(size * width[name] for name, size in sizes.items()))
         in_bf16.append(sum(2 * size for name, size in sizes.items() if suffix is None or not name.endswith(suffix)))
+    codes = [tensor for tensor in plan.tensors if layout is not None and tensor.dtype == layout.dtype]
+    names = {tensor.name for tensor in codes} | {f"{tensor.name}{suffix}" for tensor in codes}
+    in_8_bits = sum(tensor.num_bytes for tensor in plan.tensors if tensor.name in names)
     received = statistics.median(publish["publish/received_bytes_max"] for publish in publishes)
     return {
         "rank_bytes": received,
         "own_shard_bytes": max(shards),
         "rank_bytes_over_own_shard": received / max(shards),
-        "bytes_over_bf16": received / max(in_bf16),
+        "received_over_bf16": received / max(in_bf16),
+        "bytes_over_bf16": in_8_bits / sum(2 * tensor.num_bytes for tensor in codes) if codes else 1.0,
     }
 
 

@@ -23,7 +23,7 @@ _TABLES = (
         columns=(Column(field="ours_over_peer", title="x"),),
     ),
     Table(
-        title="With the proof and without it: means over formats, and the worst ends of 95 % intervals",
+        title="With the proof and without it: medians over formats, and the worst ends of 95 % intervals",
         lines=_CASE,
         where={"kind": ("publish",)},
         columns=(
@@ -34,7 +34,7 @@ _TABLES = (
         ),
     ),
     Table(
-        title="Seconds with the proof over those of the peers: means over formats, and the worst ends of intervals",
+        title="Seconds with the proof over those of the peers: medians over formats, and the worst ends of intervals",
         lines={"kind": "peer", **_CASE},
         where={"kind": ("peer", "overlapped peer")},
         columns=(
@@ -114,8 +114,8 @@ PUBLISH = View(
     question="How long does a publish take, compared with sending BF16 weights and quantising them in the engines?",
     answer=Answer(
         text=(
-            "8-bit publishes without the proof take at most {seconds} of the peer's time, and an INT8 publish has "
-            "{bytes} of the bytes in BF16."
+            "8-bit publishes without the proof take at most {seconds} of the peer's time, and INT8 tensors with scales "
+            "have {bytes} of their bytes in BF16."
         ),
         figures={
             "seconds": goal("seconds over the peer's"),
