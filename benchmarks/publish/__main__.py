@@ -4,7 +4,7 @@
 `python -m benchmarks.publish --json OUT [--formats int8 ..] [--trainers TP2 ..] [--engines "1 x TP2" ..] [--resume]
 [--quick]`: a model of random weights (hidden 1024, 32 layers, 16 x 64 query and 4 x 64 key/value heads, ffn 4096,
 vocabulary 32k). The trainer has two ranks (TP2 or PP2); there are two engines of one rank or one engine of two. All
-formats are sent through shared memory and sockets. A case takes four to six minutes; `--resume` keeps the cases of OUT.
+formats are sent through shared memory and sockets. A case takes some ten minutes; `--resume` keeps the cases of OUT.
 
 Rows `publish`: one per trainer, engines, format and transport, medians over publishes. `total_s` is a whole publish,
 `bare_s` one without the proof: no sums and no probe, so the engines do not serve it. Both are measured in turn, and

@@ -52,7 +52,8 @@ def row_signs(num_rows: int) -> npt.NDArray[np.float64]:
 @lru_cache(maxsize=256)
 def _column_signs(num_columns: int) -> torch.Tensor:
     parts = np.arange(num_columns) // run_length(num_columns) % NUM_VECTORS
-    return torch.from_numpy(_HADAMARD[:, parts]) * random_signs(num_columns)
+    # numpy lays a choice of columns out by columns, and kernels require inputs by rows
+    return torch.from_numpy(_HADAMARD[:, parts]).contiguous() * random_signs(num_columns)
 
 
 @lru_cache(maxsize=256)

@@ -163,7 +163,7 @@ def test_a_publish_that_stopped_before_it_was_proven_can_be_made_again(published
     """As when another engine dies in the middle of it."""
     publisher = published.publisher()
 
-    def died(version):
+    def died(version, expected):
         raise RuntimeError("engine 7: probe failed")
 
     monkeypatch.setattr(publisher, "_prove", died)

@@ -53,6 +53,7 @@ def test_the_four_vectors_of_signs_are_orthogonal_and_not_those_of_the_rows():
     for size in (64, 128, 1024, 5120):
         signs = column_signs(Box(start=(0, 0), shape=(size, size)), (size, size))
         assert torch.equal(signs @ signs.t(), size * torch.eye(4))
+        assert signs.is_contiguous()  # which kernels of engines require of their inputs
 
 
 def test_products_of_boxes_side_by_side_add_up():
