@@ -4,6 +4,7 @@ from benchmarks.harness.record_answers import Answer, goal, median
 from benchmarks.harness.record_tables import Column, Table
 from benchmarks.harness.record_views.view import MIB, UNRECORDED_WARM, View, percent, spread
 
+_PEERS = ("peer", "overlapped peer")
 _CASE = {"trainer": "trainer", "engines": "engines", "transport": "transport"}
 
 
@@ -16,48 +17,30 @@ _TABLES = (
         columns=(Column(field="timing_s/publish_deliver", title="s"),),
     ),
     Table(
-        title="Seconds of a publish over the seconds of the peer",
-        lines=_CASE,
-        where={"kind": ("peer",)},
+        title="Seconds of a publish without the proof over the seconds of a peer",
+        lines={"kind": "peer", **_CASE},
+        where={"kind": _PEERS},
         across="format",
         columns=(Column(field="ours_over_peer", title="x"),),
     ),
     Table(
-        title="With the proof and without it: medians over formats, and the worst ends of 95 % intervals",
-        lines=_CASE,
-        where={"kind": ("publish",)},
-        columns=(
-            Column(field="bare_s", title="s without"),
-            Column(field="total_s", title="s with"),
-            Column(field="proof_share", title="proof over the publish without it"),
-            Column(field="proof_share_high", title="upper end", reduce="most"),
-        ),
-    ),
-    Table(
-        title="Seconds with the proof over those of the peers: medians over formats, and the worst ends of intervals",
+        title="Seconds of a peer",
         lines={"kind": "peer", **_CASE},
-        where={"kind": ("peer", "overlapped peer")},
-        columns=(
-            Column(field="proven_over_peer", title="x"),
-            Column(field="proven_over_peer_high", title="upper end", reduce="most"),
-        ),
-    ),
-    Table(
-        title="Seconds of the peer",
-        lines=_CASE,
-        where={"kind": ("peer",)},
+        where={"kind": _PEERS},
         across="format",
         columns=(Column(field="deliver_s", title="s"),),
     ),
     Table(
-        title="Parts of the peer's seconds, medians over the formats",
-        lines=_CASE,
-        where={"kind": ("peer",)},
+        title="Parts of a peer's seconds, and our seconds with the proof over them: medians over the formats",
+        lines={"kind": "peer", **_CASE},
+        where={"kind": _PEERS},
         columns=(
             Column(field="gather_s", title="gather"),
             Column(field="send_s", title="send"),
             Column(field="quantise_s", title="quantise"),
             Column(field="apply_s", title="apply"),
+            Column(field="proven_over_peer", title="ours with the proof over it"),
+            Column(field="proven_over_peer_high", title="highest upper end", reduce="most"),
         ),
     ),
     Table(
@@ -65,7 +48,9 @@ _TABLES = (
         lines={"format": "format"},
         where={"kind": ("publish",)},
         columns=(
-            *spread("timing_s/publish_probe", "probe, s"),
+            *spread("timing_s/publish_probe", "after the last byte, s"),
+            Column(field="proof_share", title="proof over a publish without it"),
+            Column(field="proof_share_high", title="highest upper end", reduce="most"),
             Column(field="bytes_over_bf16", title="bytes over those in BF16"),
             Column(field="publish/sqnr_db_min", title="worst-layer SQNR, dB", reduce="least"),
             Column(field="publish/probe_gap_max", title="largest probe gap, nats", reduce="most"),
