@@ -49,7 +49,7 @@ SHORT_SHARE, SHORT_TOKENS = 0.5, 200
 
 CAREFUL_SHARE = 0.3
 """Share of careful answers among the demonstrations."""
-WRONG_SHARE = 0.04
+WRONG_SHARE = 0.06
 """Chance that a line of a quick answer is wrong."""
 USUAL_WORD = 0.7
 """Chance of the first wording of each pair."""

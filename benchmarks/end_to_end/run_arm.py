@@ -43,7 +43,7 @@ class Size:
     most_tokens: int = 2000
     """Of a training response."""
     most_held_out_tokens: int = 640
-    learning_rate: float = 3e-4
+    learning_rate: float = 5e-5
     warmup_steps: int = 4
 
 

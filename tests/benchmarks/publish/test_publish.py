@@ -132,6 +132,7 @@ def test_the_overlapped_peers_buckets_hold_every_tensor_once_in_order() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.bench
 @pytest.mark.parametrize("engines", ["2 x TP1", "1 x TP2"])
 def test_the_overlapped_peer_finishes_at_the_best_of_its_bucket_sizes(tmp_path, engines) -> None:
     case = Case(trainer="TP2", engines=engines, format="int8")
