@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from history.config import Config
 
@@ -98,8 +98,8 @@ class EngineConfig(Config):
     # models of 4 layers, so 64 layers may make 0.07. An engine with another rotary base made 0.47.
     probe_max_logprob_gap: dict[Format, float] = {"bf16": 0.1, "int8": 0.6, "fp8_channel": 0.6, "fp8_block": 0.6}
     """Largest mean absolute difference between an engine's and the trainer's log-probabilities of the probe prompt, per
-    nat of their spread: the standard deviation of the trainer's, at least 1. It
-    includes 8-bit rounding, because the trainer uses its own weights. Above it the publish fails."""
+    nat of their spread: the standard deviation of the trainer's, at least 1. It includes 8-bit rounding, because the
+    trainer uses its own weights. Above it the publish fails. Formats that are not named keep their bounds."""
     # e4m3 rounds what attention reads; `fp8_channel` rounds inputs and weights of every linear layer the same way. The
     # former alone made 0.5 to 0.85 of the difference that rounded inputs alone make in random models of 2 to 64 layers,
     # so it gets 3/4 of the bound of `fp8_channel`.
@@ -118,6 +118,12 @@ class EngineConfig(Config):
     def formats(self) -> str:
         """Label of figures that the engines measure: their weight format, and that of keys and values unless BF16."""
         return self.format if self.kv_format == "bf16" else f"{self.format}_kv_{self.kv_format}"
+
+    @field_validator("probe_max_logprob_gap")
+    @classmethod
+    def _keeps_other_bounds(cls, given: dict[Format, float]) -> dict[Format, float]:
+        defaults: dict[Format, float] = cls.model_fields["probe_max_logprob_gap"].default
+        return defaults | given
 
     @property
     def max_probe_gap(self) -> float:

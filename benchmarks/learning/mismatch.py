@@ -28,7 +28,12 @@ FORMATS: Mapping[str, tuple[str, ...]] = {
     "int8": ("engine.format=int8",),
     "fp8_channel": ("engine.format=fp8_channel",),
     "fp8_block": ("engine.format=fp8_block",),
-    "3 bits": ("engine.format=int8", "algorithm.loss=benchmarks.learning.coarse_codes.clipped_surrogate"),
+    "3 bits": (
+        "engine.format=int8",
+        "algorithm.loss=benchmarks.learning.coarse_codes.clipped_surrogate",
+        # the probe includes the rounding of codes, and would refuse codes as coarse as these
+        "engine.probe_max_logprob_gap={int8: 2}",
+    ),
 }
 CORRECTIONS = ("tis_token", "none")
 QUICK = ("num_steps=2", "algorithm.prompts_per_step=8", f"evaluation.sets.{HELD_OUT}.limit=32")

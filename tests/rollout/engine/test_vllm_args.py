@@ -114,6 +114,8 @@ def test_the_bound_of_a_probe_has_the_roundings_of_keys_and_values():
     assert EngineConfig(probe_max_logprob_gap=gaps, probe_max_kv_gap=0.4).max_probe_gap == 0.3
     of_codes = EngineConfig(probe_max_logprob_gap=gaps, probe_max_kv_gap=0.4, kv_format="fp8")
     assert of_codes.max_probe_gap == pytest.approx(0.5)
+    assert EngineConfig(probe_max_logprob_gap={"int8": 2.0}).max_probe_gap == EngineConfig().max_probe_gap
+    assert EngineConfig(probe_max_logprob_gap={"int8": 2.0}, format="int8").max_probe_gap == 2.0
 
 
 def test_figures_of_an_engine_name_the_format_of_its_keys_and_values():
