@@ -189,7 +189,7 @@ def run_whose_trainer_is_lost(example: Path) -> TrainerLost:
     config = configuration(
         example,
         algorithm={**calm["algorithm"], "loss": HANGING_LOSS},
-        trainer={**calm["trainer"], "progress_timeout_s": PROGRESS_TIMEOUT_S},
+        trainer={**calm["trainer"], "progress_timeout_s": PROGRESS_TIMEOUT_S, "max_restarts": 3},
         checkpoint={"every": 2},
         wandb={"mode": "disabled"},
     )
