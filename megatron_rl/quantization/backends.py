@@ -31,10 +31,6 @@ from megatron_rl.quantization.fp8 import (
     fp8_block_values,
     fp8_channel_codes,
 )
-from rollout.cpu import sign_products
-from rollout.weights.fingerprint import products_of
-from rollout.weights.format import FP8_BLOCK
-from rollout.weights.manifest import Box
 
 
 class Backend(Protocol):
@@ -183,22 +179,6 @@ class Quantizer:
     def values(self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, start: Start) -> torch.Tensor:
         """Values that the engine computes with, float32 [N, K], from codes and sent scales."""
         return self.backend.decode(codes_NK, scale_PQ, self._block_start(start))
-
-    def products(
-        self, codes_NK: torch.Tensor, scale_PQ: torch.Tensor, box: Box, shape: tuple[int, ...]
-    ) -> torch.Tensor:
-        """Products of the decoded rows of a box of a matrix with signs (`rollout.weights.fingerprint`), float32 [S, N].
-
-        Args:
-            codes_NK: codes of the box.
-            scale_PQ: sent scales of the blocks that it touches.
-            box: the box.
-            shape: shape of the whole matrix.
-        """
-        if sign_products.supports(codes_NK):
-            block = FP8_BLOCK if self.format.in_blocks else None
-            return sign_products.code_products(codes_NK, scale_PQ, box, shape, block=block)
-        return products_of(self.values(codes_NK, scale_PQ, box.start), box, shape)
 
     def _block_start(self, start: Start) -> Start | None:
         return start if self.format.in_blocks else None

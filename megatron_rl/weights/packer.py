@@ -34,10 +34,9 @@ from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
 from megatron_rl.weights.reshard_plan import PlannedPiece, ReshardPlan, Role
 from megatron_rl.weights.shards import Shard
 from rollout import progress
-from rollout.cpu.sign_products import value_products
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
-from rollout.weights.fingerprint import fold, through_expert
+from rollout.weights.fingerprint import fold, products_of, through_expert
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.format import FUSED
 from rollout.weights.manifest import Box, Bucket
@@ -255,10 +254,8 @@ class WeightPacker:
         if self._plan.quantizes(shard):
             assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have codes"
             scales = self._scales_of(shard.hf_name)[self._layout.touched(box.start, box.shape)]
-            products = self._quantizer.products(content, scales, box, shard.hf_full_shape)
-        else:
-            products = value_products(content, box, shard.hf_full_shape)
-        self._sums.add(shard, box, products)
+            content = self._quantizer.values(content, scales, box.start)
+        self._sums.add(shard, box, products_of(content, box, shard.hf_full_shape))
         self.sums_s += time.perf_counter() - started
 
     def _row_boxes(self, shard: Shard, box: Box) -> Iterator[Box]:

@@ -7,10 +7,6 @@ outputs: some thousandths. A wrong, missing or exchanged row changes its group b
 the group's size, unless its product is close to 0 for all four vectors, which is rare. Vectors (norms, biases) are
 summed in the same way without a product.
 
-The four vectors are one random vector times the rows of a Hadamard matrix, repeated along runs of columns. They are
-orthogonal, and their products are sums and differences of four parts of a row, so a CPU multiplies each weight once
-(`rollout.cpu.sign_products`).
-
 One kernel computes all three matrices of an expert, so the sums are of the expert's outputs for the signs, as if they
 were the product with its last matrix. They distinguish experts, and show a fault of a whole matrix, but not one wrong
 row among thousands.
@@ -33,12 +29,6 @@ from rollout.weights.manifest import Box
 
 _AT_ONCE, _AT_ONCE_ON_DEVICE = 1 << 18, 1 << 23
 """Elements of a matrix that are converted to float32 at a time."""
-_LONGEST_RUN, _FEWEST_RUNS = 64, 16
-"""Columns of a run: at most so many, and at least so many runs, so that every part has columns from everywhere."""
-_HADAMARD = np.array([[1, 1, 1, 1], [1, -1, 1, -1], [1, 1, -1, -1], [1, -1, -1, 1]], dtype=np.float32)
-_OTHER_SEEDS = 1 << 32
-"""Keeps the signs of columns apart from those of rows."""
-
 Sums = npt.NDArray[np.float64]
 
 
@@ -51,20 +41,7 @@ def row_signs(num_rows: int) -> npt.NDArray[np.float64]:
 
 @lru_cache(maxsize=256)
 def _column_signs(num_columns: int) -> torch.Tensor:
-    parts = np.arange(num_columns) // run_length(num_columns) % NUM_VECTORS
-    # numpy lays a choice of columns out by columns, and kernels require inputs by rows
-    return torch.from_numpy(_HADAMARD[:, parts]).contiguous() * random_signs(num_columns)
-
-
-@lru_cache(maxsize=256)
-def random_signs(num_columns: int) -> torch.Tensor:
-    """The random vector of a matrix with so many columns: float32 [K], shared and not to be modified."""
-    return _signs(_OTHER_SEEDS + num_columns, num_columns)
-
-
-def run_length(num_columns: int) -> int:
-    """Columns of a run in a matrix with so many columns; run u belongs to part u modulo 4."""
-    return max(1, min(_LONGEST_RUN, num_columns // _FEWEST_RUNS))
+    return _signs(num_columns, NUM_VECTORS * num_columns).view(NUM_VECTORS, num_columns)
 
 
 def _signs(seed: int, count: int) -> torch.Tensor:

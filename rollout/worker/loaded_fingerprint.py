@@ -13,8 +13,7 @@ from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEM
 from vllm.model_executor.layers.linear import LinearMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 
-from rollout.cpu.sign_products import value_products
-from rollout.weights.fingerprint import Sums, column_signs, expert_inputs, fold
+from rollout.weights.fingerprint import Sums, column_signs, expert_inputs, fold, products_of
 from rollout.weights.manifest import Box, TensorSpec, of_expert
 from rollout.worker.loader_recording import Landing
 
@@ -130,7 +129,7 @@ def _product(layer: torch.nn.Module, box: Box, shape: tuple[int, ...], dtype: to
     if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
         assert isinstance(weight, torch.Tensor)
         whole = Box(start=(0, box.start[1]), shape=tuple(weight.shape))
-        return value_products(weight.detach(), whole, shape)
+        return products_of(weight.detach(), whole, shape)
     method: LinearMethodBase = layer.quant_method
     device = next(layer.parameters()).device
     outputs: torch.Tensor = method.apply(layer, column_signs(box, shape).to(device, dtype), None)

@@ -61,10 +61,10 @@ def test_any_doubled_row_is_detected_and_named() -> None:
 
 
 def test_nine_of_ten_doubled_rows_of_the_largest_matrices_are_detected() -> None:
-    """A group has 462 rows; over all rows 96 % are detected."""
+    """A group has 462 rows; measured over 200 of them: 96 %."""
     random = torch.Generator().manual_seed(0)
     matrix = torch.randn(29_568, 32, generator=random)
-    meant, rows = sums(matrix), range(0, len(matrix), 148)
+    meant, rows = sums(matrix), torch.randint(0, len(matrix), (60,), generator=random).tolist()
     found = [difference(sums(one_row_doubled(matrix, row)), meant)[0] > 0.02 for row in rows]
     assert sum(found) >= 0.9 * len(found)
 
