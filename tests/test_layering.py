@@ -104,10 +104,7 @@ FLOORS = {
     "megatron_rl/algorithm": Floor(imports="history megatron_rl", libraries="torch", loads="*"),
     "megatron_rl/batching": Floor(imports="rollout megatron_rl megatron_rl/model megatron_rl/algorithm"),
     "megatron_rl/weights": Floor(
-        imports=(
-            "rollout rollout/weights rollout/transports rollout/cpu megatron_rl megatron_rl/quantization "
-            "megatron_rl/model"
-        ),
+        imports=("rollout rollout/weights rollout/transports megatron_rl megatron_rl/quantization megatron_rl/model"),
         libraries="torch",
         loads="*",
     ),

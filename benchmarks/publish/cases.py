@@ -13,6 +13,8 @@ TRAINERS = {"TP2": ParallelConfig(tensor=2), "PP2": ParallelConfig(pipeline=2)}
 ENGINES = {"2 x TP1": (2, 1), "1 x TP2": (1, 2)}
 """(number of engines, ranks of each)."""
 TRANSPORTS = ("shm", "gloo")
+TITLES = {"trainer": "ray::TrainerActor", "engine": "VLLM::"}
+"""Titles of the processes of each role."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,43 +15,39 @@ of a quickstart, measures models that sample their own responses (`benchmarks.ro
 import argparse
 import shutil
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, product
 from pathlib import Path
 
-import numpy as np
 import psutil
 
 from benchmarks.drafting.baselines import arctic
-from benchmarks.drafting.traces import SIBLINGS, VOCABULARY, generate
+from benchmarks.drafting.traces import VOCABULARY
 from benchmarks.harness.record import Goal, Input, Row, arguments, rows_before, write
 from benchmarks.harness.record_inputs import arctic_inputs, quickstart_inputs
 from benchmarks.rollout.client import EngineProcess, Setup, engines
+from benchmarks.rollout.goals import goals
 from benchmarks.rollout.server import METHODS
-from benchmarks.rollout.settings import CALIBRATION, best_settings, is_calibration, rounds_of_settings, speculations
+from benchmarks.rollout.settings import best_settings, is_calibration, rounds_of_settings, speculations
 from benchmarks.rollout.traced_engine import write_model
 from benchmarks.rollout.trained import checkpoints, trained_goals, trained_rows
-from history.store.traces import write_traces
+from benchmarks.rollout.turns import (
+    BATCHES,
+    MEASURED,
+    REUSE,
+    SAMPLERS,
+    Round,
+    Turn,
+    calibration_turns,
+    rounds,
+    split,
+    write_cell,
+)
 
-BATCHES = (1, 8, 32, 64)
-REUSE = {"87 % reuse": 0.87, "random history": 0.0, CALIBRATION: 0.87}
-MEASURED = tuple(name for name in REUSE if name != CALIBRATION)
-SAMPLERS = ("vLLM", "product")
-"""Who samples for stock and peers; for `ours` it is always the product."""
-LOWEST_RATIO = 0.95
 QUICK_METHODS = ("ngram",)
 """Peers of a quick run; starting an engine takes a large part of its minute."""
-RESAMPLES = 2000
-LEAST_TURNS = 5
-"""Fewest turns for a goal; fewer have no interval."""
-REPEATS = 5
-"""Turns per round and batch size, each with other prompts."""
-CALIBRATION_BATCHES, CALIBRATION_REPEATS = (8, 32), 2
 FEW_ROWS = 8
 """Batch size up to which responses have their full length; those of larger batches have half of it, to save time."""
-FIRST_SEED = 100
-"""Seed of the first measured prompts; smaller seeds belong to the choice of settings."""
 WARM_UP = 3
 """Factor by which responses of warm-up turns are shorter."""
 
@@ -78,106 +74,6 @@ FULL = Size(hidden=1024, layers=12, heads=16, intermediate=3072, num_tokens=384)
 QUICK = Size(hidden=128, layers=2, heads=4, intermediate=256, num_tokens=48, batches=(1, 8))
 
 
-def write_cell(work: Path, *, reuse: float, batch: int, num_tokens: int, seed: int) -> tuple[Path, Path]:
-    """Generate new prompts; returns the files of their earlier visit and of the `batch` responses to decode."""
-    prompts = -(-batch // SIBLINGS)
-    generated = generate(reuse=reuse, num_tokens=num_tokens, num_prompts=prompts, seed=seed)
-    history, traces = work / f"{seed}-before.jsonl", work / f"{seed}.jsonl"
-    write_traces(history, [trace for trace in generated.traces if trace.step == 0])
-    write_traces(traces, [trace for trace in generated.traces if trace.step == 1][:batch])
-    return history, traces
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
-    """A batch of responses that all methods decode."""
-
-    round: int
-    repeat: int
-    history: str
-    batch: int
-    seed: int
-    """Seed of the prompts; different for every turn."""
-    sampler: str = SAMPLERS[0]
-
-    def methods(self, methods: Sequence[str]) -> list[str]:
-        """Methods in the order of this turn; peers are left out where the history is useless."""
-        some = [name for name in methods if REUSE[self.history] or name in ("stock", "ours")]
-        first = (self.round + self.repeat) % len(some)
-        return some[first:] + some[:first]
-
-    def has(self, row: Row) -> bool:
-        """Whether a row belongs to this turn."""
-        key = {"round": self.round, "repeat": self.repeat, "history": self.history, "batch": self.batch}
-        return key.items() <= row.items() and row.get("sampler", SAMPLERS[0]) == self.sampler
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Round:
-    """The turns that one set of engines decodes."""
-
-    number: int
-    warm_ups: Sequence[Turn]
-    """Turns that are not measured; the useful history comes last, so the measured turns start after it."""
-    turns: Sequence[Turn]
-    sampler: str = SAMPLERS[0]
-
-
-def rounds(batches: Sequence[int], num_rounds: int) -> Iterator[Round]:
-    """All rounds, each with one sampler after the other."""
-    seeds = count(FIRST_SEED)
-    for number in range(1, num_rounds + 1):
-        for sampler in SAMPLERS:
-
-            def turn(history: str, batch: int, repeat: int = 0, number: int = number, sampler: str = sampler) -> Turn:
-                return Turn(
-                    round=number, repeat=repeat, history=history, batch=batch, seed=next(seeds), sampler=sampler
-                )
-
-            yield Round(
-                number=number,
-                sampler=sampler,
-                warm_ups=[turn(history, batch) for history in reversed(MEASURED) for batch in batches],
-                turns=[
-                    turn(history, batch, repeat)
-                    for history in MEASURED
-                    for batch in batches
-                    for repeat in range(REPEATS)
-                ],
-            )
-
-
-def calibration_turns(batches: Sequence[int]) -> list[Turn]:
-    """The turns that every setting of a peer decodes; their seeds are below those of all rounds."""
-    seeds = count(1)
-    return [
-        Turn(round=0, repeat=repeat, history=CALIBRATION, batch=batch, seed=next(seeds))
-        for batch in batches
-        if batch in CALIBRATION_BATCHES
-        for repeat in range(CALIBRATION_REPEATS)
-    ]
-
-
-def whole_turn(turn: Turn, rows: Sequence[Row], methods: Sequence[str]) -> list[Row]:
-    """The turn's rows if every method has decoded it; else none, and all methods decode it again."""
-    of_turn = [row for row in rows if turn.has(row)]
-    return of_turn if {row["method"] for row in of_turn} >= set(turn.methods(methods)) else []
-
-
-def split(all_rounds: Iterable[Round], before: Sequence[Row], methods: Sequence[str]) -> tuple[list[Row], list[Round]]:
-    """Rows of the complete turns, and the rounds with their missing turns."""
-    complete: list[Row] = []
-    incomplete = []
-    for part in all_rounds:
-        missing = []
-        for turn in part.turns:
-            rows = whole_turn(turn, before, methods)
-            complete += rows
-            missing += [turn] if not rows else []
-        incomplete.append(replace(part, turns=missing))
-    return complete, incomplete
-
-
 def measure(running: Mapping[str, EngineProcess], work: Path, turn: Turn, num_tokens: int) -> Iterator[Row]:
     """Rows of a turn; the methods alternate after each slice."""
     shorter = num_tokens if turn.batch <= FEW_ROWS else num_tokens // 2
@@ -200,43 +96,6 @@ def measure(running: Mapping[str, EngineProcess], work: Path, turn: Turn, num_to
             "method": method,
             **finished[method],
         }
-
-
-def ratios(
-    rows: Sequence[Row], kind: str, batch: int, method: str, other: str, sampler: str = SAMPLERS[0]
-) -> list[float]:
-    """Tokens per CPU second of `method` over those of `other`, for each turn with this sampler."""
-    cell = {
-        (row["round"], row.get("repeat", 0), row["method"]): float(row["tokens_per_cpu_s"])
-        for row in rows
-        if (row["history"], row["batch"], row.get("sampler", SAMPLERS[0])) == (kind, batch, sampler)
-    }
-    decoded = sorted({key[:2] for key in cell})
-    return [
-        cell[*turn, method] / cell[*turn, other] for turn in decoded if {(*turn, method), (*turn, other)} <= cell.keys()
-    ]
-
-
-def lower_bound(values: Sequence[float]) -> float:
-    """Lower 95 % bootstrap bound of the median."""
-    draws = np.random.default_rng(0).choice(np.array(values), size=(RESAMPLES, len(values)))
-    return float(np.quantile(np.median(draws, axis=1), 0.05))
-
-
-def goals(rows: Sequence[Row], methods: Sequence[str], batches: Sequence[int]) -> list[Goal]:
-    """Goals for the product over each method: lower 95 % bounds of the median ratio over the turns."""
-    kind = MEASURED[0]
-    found = []
-    for sampler in SAMPLERS:
-        remark = "" if sampler == SAMPLERS[0] else f", {sampler}'s sampler for both"
-        for history, batch, other in product(MEASURED, batches, methods):
-            turns = ratios(rows, history, batch, "ours", other, sampler) if other != "ours" else []
-            if len(turns) < LEAST_TURNS:
-                continue
-            bound = {("stock", 1): 2.5, ("stock", 8): 1.5}.get((other, batch), 1.0) if history == kind else LOWEST_RATIO
-            name = f"ours over {other}, batch {batch}, {history}{remark}"
-            found.append(Goal(name=name, value=lower_bound(turns), bound=bound, direction="at least", unit="x"))
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 
+from launcher.metrics.engine_metrics import ENGINES
 from launcher.metrics.mismatch_metrics import MISMATCH
 from launcher.metrics.run_metrics import SECTIONS
 
@@ -41,7 +42,7 @@ def _expression(pattern: str) -> re.Pattern[str]:
 
 def sections() -> Iterator[tuple[str, tuple[Metric, ...]]]:
     """Titles and metrics, in the order of the documentation."""
-    for title, rows in (*SECTIONS.items(), *MISMATCH.items()):
+    for title, rows in (*SECTIONS.items(), *ENGINES.items(), *MISMATCH.items()):
         yield (
             title,
             tuple(

@@ -57,9 +57,7 @@ def live(checkpoints, loop, tmp_path_factory):
     with engine_environment():
         loop.run(_first_publish(started))
     yield started
-    started.engine.shutdown()
-    for sender in started.senders:
-        sender.abandon()
+    started.close()
 
 
 async def _first_publish(live) -> None:

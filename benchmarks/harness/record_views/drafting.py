@@ -148,6 +148,7 @@ DRAFTING = View(
         "`Arctic, best setting` is the setting with the most tokens per forward on a seed of its own (`choice of "
         "settings`). Such settings draft very freely. The row `ours, threshold 0` does so, too, and is compared with "
         "them.",
+        "Rows without a seed have the first model and one seed; their Arctic settings come from a smaller grid.",
         "Modelled speed is not measured: a formula gives the time of a forward, see the list above.",
         "An oracle's span of one or two tokens may be right by chance; the second column leaves such spans out.",
         "The replayed run is older than the command that makes such a run; the command repeats the run's settings.",

@@ -68,6 +68,8 @@ ROLLOUT = View(
         "Goals compare the methods within each turn; tables show medians over the turns. So their ratios differ.",
         "The product samples faster than vLLM's sampler for drafts. Rows in which stock and peers have the product's "
         "sampler compare drafting alone. Settings of peers were chosen on prompts of their own (`calibration`).",
+        "Rows without a sampler are older: stock and peers had vLLM's sampler and their default settings, and large "
+        "batches fewer turns.",
         "A greedy sample of a trained model is a few forwards and a fraction of a second of CPU time, so single "
         "samples vary widely; its goal takes all samples together. Costs of a new prompt weigh eight times as much "
         "there as at temperature 1, where each prompt has eight responses.",

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from benchmarks.harness.record import Row
-from benchmarks.publish.__main__ import CHANGING, _bytes, goals
+from benchmarks.publish.__main__ import CHANGING
 from benchmarks.publish.cases import Case
+from benchmarks.publish.judged import byte_figures, goals
 from benchmarks.publish.overlapped_peer import SIZES, OverlappedPeer, buckets
 from benchmarks.publish.parts import asleep, gather_s, quantise_s, transfer_s, write_model
 from benchmarks.publish.peer import Peer, peer_row
@@ -81,7 +82,7 @@ def test_the_plan_sends_a_rank_its_own_shards_and_a_trailer_for_each_bucket() ->
         SPEC, ParallelConfig(tensor=2), format=INT8, bucket_bytes=1 << 20, uses_te_layer_names=False, required=required
     )
     sent = planned_bytes(plan, required)
-    found = _bytes(plan, required, [{"publish/received_bytes_max": float(sent)}])
+    found = byte_figures(plan, required, [{"publish/received_bytes_max": float(sent)}])
     assert found["own_shard_bytes"] < found["rank_bytes"] == sent < 1.5 * found["own_shard_bytes"]
     # rows of 32 to 64 inputs with a scale of four bytes each
     assert 0.5 + 2 / 64 < found["bytes_over_bf16"] < 0.5 + 2 / 32 < found["received_over_bf16"] < 1
@@ -224,4 +225,4 @@ def test_the_model_can_be_published_in_a_format(tmp_path, name) -> None:
         required=required,
     )
     received = [{"publish/received_bytes_max": float(planned_bytes(plan, required))}]
-    assert _bytes(plan, required, received)["rank_bytes_over_own_shard"] < 1.02
+    assert byte_figures(plan, required, received)["rank_bytes_over_own_shard"] < 1.02

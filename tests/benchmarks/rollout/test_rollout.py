@@ -8,23 +8,14 @@ import pytest
 import torch
 
 from benchmarks.drafting.traces import VOCABULARY
-from benchmarks.rollout.__main__ import (
-    QUICK,
-    REPEATS,
-    SAMPLERS,
-    calibration_turns,
-    goals,
-    lower_bound,
-    ratios,
-    rounds,
-    split,
-    write_cell,
-)
+from benchmarks.rollout.__main__ import QUICK
 from benchmarks.rollout.client import EngineProcess, Setup
 from benchmarks.rollout.forced_sampler import RESPONSE, ForcedSampler
+from benchmarks.rollout.goals import goals, lower_bound, ratios
 from benchmarks.rollout.server import METHODS
 from benchmarks.rollout.settings import TRIED, best_settings, rounds_of_settings, speculations
 from benchmarks.rollout.traced_engine import write_model
+from benchmarks.rollout.turns import REPEATS, SAMPLERS, calibration_turns, rounds, split, write_cell
 from history.store.traces import read_traces
 
 

@@ -111,9 +111,7 @@ def parallel(loaded, checkpoints, loop):
     with engine_environment():
         loop.run(live.engine.start())
     yield live
-    live.engine.shutdown()
-    for sender in live.senders:
-        sender.abandon()
+    live.close()
 
 
 def assert_serves(live, loop, expected) -> None:

@@ -28,9 +28,7 @@ def fp8(checkpoints, loop, tmp_path_factory):
         loop.run(started.engine.start())
     loop.run(started.use_shm())
     yield started
-    started.engine.shutdown()
-    for sender in started.senders:
-        sender.abandon()
+    started.close()
 
 
 def published(fp8: Live, loop, tensors: dict[str, torch.Tensor]) -> tuple[list[float], np.ndarray]:

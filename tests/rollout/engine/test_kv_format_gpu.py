@@ -37,9 +37,7 @@ def fp8(checkpoints, loop):
     loop.run(started.engine.start())
     loop.run(started.use_shm())
     yield started
-    started.engine.shutdown()
-    for sender in started.senders:
-        sender.abandon()
+    started.close()
 
 
 def test_scales_follow_each_publish_and_decoding_reads_them(fp8, loop, checkpoints):

@@ -38,9 +38,7 @@ def sleeping(request, checkpoints, loop, tmp_path):
     loop.run(live.engine.start())
     loop.run(live.use_shm())
     yield live
-    live.engine.shutdown()
-    for sender in live.senders:
-        sender.abandon()
+    live.close()
 
 
 def test_twenty_cycles_of_sleep_release_their_memory_and_change_no_answer(sleeping, loop):

@@ -34,6 +34,12 @@ class Live:
     before_publish_0: bool = False
     """Whether a group that was handed in before publish 0 was still waiting when the publish came."""
 
+    def close(self) -> None:
+        """End the engine, and release what is staged."""
+        self.engine.shutdown()
+        for sender in self.senders:
+            sender.abandon()
+
     def tensors(self, weights: str) -> dict[str, torch.Tensor]:
         return load_file(Path(self.checkpoints.path(self.family, weights, self.format)) / "model.safetensors")
 
