@@ -3,7 +3,7 @@
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 RunKind = Literal["exact", "ahead", "drafting"]
 """`exact`: a deterministic run, which ends with the weights of an undisturbed one. `ahead`: engines sample beside the
@@ -26,17 +26,29 @@ ROLES = {
 }
 """Title of the processes of each kind; empty for kinds that are found otherwise."""
 
+
+class Moment(NamedTuple):
+    """When a fault happens: names in `status.json`, and the number of finished steps."""
+
+    phase: str
+    step: int
+    part: str = ""
+    """Of the phase; empty for the begin of the phase."""
+
+
 PHASES = {
-    "start": ("start", 0),
-    "first publish": ("publish", 0),
-    "evaluation": ("evaluate", 0),
-    "rollout": ("rollout", 1),
-    "train": ("train", 1),
-    "publish": ("publish", 1),
-    "checkpoint": ("checkpoint", 2),
-    "end": ("checkpoint", 3),
+    "start": Moment("start", 0),
+    "first publish": Moment("publish", 0),
+    "evaluation": Moment("evaluate", 0),
+    "rollout": Moment("rollout", 1),
+    "train": Moment("train", 1),
+    "publish": Moment("publish", 1),
+    "sending of weights": Moment("publish", 1, "send"),
+    "proof": Moment("publish", 1, "prove"),
+    "checkpoint": Moment("checkpoint", 2),
+    "end": Moment("checkpoint", 3),
 }
-"""Name of each phase in `status.json`, and the number of finished steps at which the fault happens."""
+"""Responses are scored during the rollout, as they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +76,8 @@ def cells() -> Sequence[Cell]:
         Cell(role=role, fault=fault, phase=phase, run="exact")
         for role in ("controller", "trainer rank", "engine actor", "engine core", *scoring)
         for fault in SIGNALS
-        for phase in PHASES
-        if (role, fault) != ("controller", "freeze")
+        for phase, moment in PHASES.items()
+        if (role, fault) != ("controller", "freeze") and not (moment.part and role in scoring)
     ]
     exact += [
         Cell(role="progress reader", fault=fault, phase=phase, run="exact")

@@ -63,7 +63,7 @@ def _until_next_step(cell: Cell, steps: Sequence[Mapping[str, float]], ended: En
     """
     if ended.hit_at_s is None:
         return {}
-    _, step = PHASES[cell.phase]
+    step = PHASES[cell.phase].step
     ends = [row["time_s"] for row in steps if row["step"] == step and row["time_s"] > ended.hit_at_s]
     return {"until_next_step_s": round((ends[0] if ends else ended.ended_at_s) - ended.hit_at_s, 1)}
 

@@ -5,6 +5,7 @@ reserves a logical CPU for each process and all GPUs of its node, so the devices
 others use partly is refused.
 """
 
+import logging
 import os
 import re
 import secrets
@@ -28,6 +29,10 @@ from launcher.errors import Terminated
 from rollout.failures import DeadlineError, ProcessLostError
 from rollout.processes import ALL_DEVICES, send_signal
 
+_log = logging.getLogger(__name__)
+
+START_TRIES = 3
+"""Of a local Ray, whose own time limit of 30 s is fixed (Ray 2.60: `node.py`) and too short for a busy machine."""
 JOIN_TIMEOUT_S = 600.0
 """Longest wait for nodes to join Ray."""
 ANSWER_TIMEOUT_S = 120.0
@@ -53,6 +58,21 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
         Terminated: SIGTERM came during the start. Ray installs its own handler until it has started.
         DeadlineError: Ray's own processes did not answer in time, or fewer than `cluster.min_nodes` joined.
     """
+    local = cluster.address == "local"
+    for tries_left in reversed(range(START_TRIES if local else 1)):
+        try:
+            _start_or_join(cluster, num_actors=num_actors)
+            break
+        except DeadlineError as error:
+            if not tries_left:
+                raise
+            _log.warning("%s; Ray is started again", error)
+    if not local:
+        _wait_for_nodes(cluster.min_nodes)
+
+
+def _start_or_join(cluster: ClusterConfig, *, num_actors: int) -> None:
+    """One try of `start_ray`, which does not wait for other nodes."""
     local = cluster.address == "local"
     on_termination = signal.getsignal(signal.SIGTERM)
     before = psutil.Process().children()
@@ -84,8 +104,6 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
     finally:
         if threading.current_thread() is threading.main_thread() and on_termination is not None:
             signal.signal(signal.SIGTERM, on_termination)
-    if not local:
-        _wait_for_nodes(cluster.min_nodes)
 
 
 @contextmanager

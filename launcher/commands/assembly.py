@@ -241,7 +241,7 @@ def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _
     planner, guard = _planner(config, parts.inputs, resume), _guard(parts, resume)
     if guard is not None:
         planner.limit_overlap(guard.in_force.overlap)
-    publisher = build_publisher(checked, workers, delivery, plan, sharing)
+    publisher = build_publisher(checked, workers, delivery, plan, sharing, recorder.begin_part)
     restarter = EngineRestarter(lost=parts.lost_engines, delivery=delivery, history=parts.history, sharing=sharing)
     clock = PhaseClock(recorder.record_span, recorder.begin_phase)
     revival = EngineRevival(restarter=restarter, publisher=publisher, clock=clock, sharing=sharing)

@@ -1,5 +1,6 @@
 """Builds the parts of a run that publish weights and share devices, from the facts in `CheckedRun`."""
 
+from collections.abc import Callable
 from functools import partial
 
 from launcher.checks.check import CheckedRun
@@ -12,7 +13,7 @@ from megatron_rl.controller.colocation import DeviceSharing, KeepSampling, Pause
 from megatron_rl.controller.controller import LoopSettings
 from megatron_rl.controller.delivery import ColocatedDelivery, ShmDelivery, StreamingDelivery, WeightDelivery
 from megatron_rl.controller.phases import TrainPhasePolicy
-from megatron_rl.controller.publisher import Publisher
+from megatron_rl.controller.publisher import Publisher, PublishPart
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
 from rollout.planning.refill import RefillRule
@@ -54,9 +55,14 @@ def device_sharing(config: RunConfig, trainer: TrainerGroup, engines: EngineGrou
 
 
 def build_publisher(
-    checked: CheckedRun, workers: Workers, delivery: WeightDelivery, plan: ReshardPlan, sharing: DeviceSharing | None
+    checked: CheckedRun,
+    workers: Workers,
+    delivery: WeightDelivery,
+    plan: ReshardPlan,
+    sharing: DeviceSharing | None,
+    begin_part: Callable[[PublishPart], None] = lambda part: None,
 ) -> Publisher:
-    """The publisher over a connected delivery."""
+    """The publisher over a connected delivery; `begin_part` is called when a part of a publish begins."""
     config = checked.config
     return Publisher(
         workers.trainer,
@@ -70,6 +76,7 @@ def build_publisher(
         timeout_s=config.publish.timeout_s,
         declines_delta=checked.placement.declines_delta,
         make_room=None if sharing is None else sharing.to_engines,
+        begin_part=begin_part,
         drain_timeout_s=config.publish.drain_timeout_s if config.publish.in_flight == "drain" else None,
     )
 

@@ -87,6 +87,10 @@ class RunRecorder:
         """A phase begins (`megatron_rl.controller.phases.BeginPhase`)."""
         self._status.phase(actor, activity)
 
+    def begin_part(self, part: str) -> None:
+        """A part of the present phase begins (`megatron_rl.controller.publisher.PublishPart`)."""
+        self._status.part(part)
+
     def record_span(self, actor: str, activity: str, start_s: float, end_s: float) -> None:
         """Record a span (`megatron_rl.controller.phases.RecordSpan`)."""
         self._directory.record_span(actor, activity, start_s, end_s)

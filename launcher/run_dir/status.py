@@ -43,6 +43,8 @@ class Now:
     done: int = 0
     total: int = 0
     """Groups of the phase; 0 where a phase has no count."""
+    part: str = ""
+    """Part of the phase, if it has parts; those of a publish are `check`, `send` and `prove`."""
     since_s: float = 0.0
     """Begin of the phase, wall clock."""
     written_s: float = 0.0
@@ -64,6 +66,11 @@ class StatusFile:
         """A phase begins."""
         now_s = time.time()
         self._write(Now(phase=phase, actor=actor, step=self.step, num_steps=self.num_steps, since_s=now_s))
+
+    def part(self, name: str) -> None:
+        """A part of the present phase begins."""
+        if self._now is not None:
+            self._write(replace(self._now, part=name))
 
     def progress(self, done: int, total: int) -> None:
         """The present phase has come to `done` of `total`."""
@@ -130,10 +137,11 @@ def _present(now: Now, now_s: float) -> list[str]:
     where = f"{now.host}, process {now.pid}"
     silent_s = now_s - now.written_s
     quiet = f"; nothing written for {_seconds(silent_s)}, the run may be gone" if silent_s > QUIET_S else ""
+    part = f" ({now.part})" if now.part else ""
     count = f", {now.done} of {now.total} groups" if now.total else ""
     step = min(now.step + 1, now.num_steps)
     return [
-        f"step {step} of {now.num_steps}: {now.phase} for {_seconds(now_s - now.since_s)}{count} (all wait for "
+        f"step {step} of {now.num_steps}: {now.phase}{part} for {_seconds(now_s - now.since_s)}{count} (all wait for "
         f"{now.actor})",
         f"running on {where}, last record {_seconds(silent_s)} ago{quiet}",
     ]

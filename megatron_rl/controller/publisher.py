@@ -14,7 +14,7 @@ This process holds neither torch nor weights.
 
 import time
 from collections.abc import Callable, Mapping
-from typing import NoReturn
+from typing import Literal, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -53,6 +53,10 @@ EXPERT_LENIENCY = 12.5
 expert differs by some hundredths, another expert by about 1."""
 
 
+PublishPart = Literal["check", "send", "prove"]
+"""What a publish does now: before a byte is sent, while engines receive and apply, and afterwards."""
+
+
 class Publisher:
     """Publishes the trainer's weights to all engines of a run."""
 
@@ -71,6 +75,7 @@ class Publisher:
         drain_timeout_s: float | None = None,
         declines_delta: bool = False,
         make_room: Callable[[], None] | None = None,
+        begin_part: Callable[[PublishPart], None] = lambda part: None,
     ) -> None:
         """Publish by `delivery`, which must be connected.
 
@@ -78,7 +83,7 @@ class Publisher:
         `spread`. With
         `drain_timeout_s`, engines finish their responses before weights are sent, within that time. `make_room` is
         called after the trainer's last part in a publish, and engines forward only afterwards. `declines_delta` is
-        reported.
+        reported. `begin_part` is called when a part begins.
         """
         self._trainer = trainer
         self._engines = engines
@@ -96,6 +101,7 @@ class Publisher:
         self._drain_timeout_s = drain_timeout_s
         self._make_room = make_room
         self._declines_delta = declines_delta
+        self._begin_part = begin_part
         self.version = -1
         """Version of the last publish that passed all checks; -1 before the first."""
 
@@ -116,13 +122,16 @@ class Publisher:
     def _publish(self, policy_version: int) -> PublishReport:
         version = WeightVersion(policy_version)
         manifest = self._plan.manifest(self._run_id, version)
+        self._begin_part("check")
         self._engines.check(manifest, timeout_s=self._timeout_s)
         drained = time.perf_counter()
         if self._drain_timeout_s is not None:
             self._engines.drain(timeout_s=self._drain_timeout_s)
+        self._begin_part("send")
         started = time.perf_counter()
         report = self._delivery.deliver(manifest, lambda: self._trainer.begin_proof(self._probe_tokens))
         delivered = time.perf_counter()
+        self._begin_part("prove")
         expected = self._trainer.finish_proof(timeout_s=self._timeout_s)
         proofs = self._prove(version, expected)
         self._engines.resume(timeout_s=self._timeout_s)

@@ -1,5 +1,6 @@
 """Shards and readers as Ray actors: responses return as segments; a dead actor costs drafts and is restarted."""
 
+import itertools
 import mmap
 import os
 import shutil
@@ -253,9 +254,15 @@ def test_calls_to_a_dead_shard_are_counted_as_lost_without_blocking(started):
         publish(service, KEYS)
     assert time.monotonic() - began < 60  # an order that waits for an answer would wait for its deadline
     until(lambda: service.report().num_lost_calls > 0)
-    remember(service, 20)
-    publish(service, KEYS)
-    until(lambda: published(service) == set(KEYS))
+    step = itertools.count(20)
+
+    def serves_again() -> bool:  # each step orders anew, and calls are lost until Ray has started the shard again
+        remember(service, next(step))
+        publish(service, KEYS)
+        time.sleep(0.2)
+        return published(service) == set(KEYS)
+
+    until(serves_again)
 
 
 def test_a_snapshot_is_restored_to_any_number_of_shards(started, tmp_path):

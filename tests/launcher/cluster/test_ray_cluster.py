@@ -4,11 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 
 from launcher.cluster import ray_cluster
-from launcher.cluster.ray_cluster import natural_order
+from launcher.cluster.ray_cluster import START_TRIES, natural_order, start_ray
+from launcher.config.schema import ClusterConfig
+from rollout.failures import DeadlineError
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 
@@ -35,6 +38,27 @@ def test_a_cluster_without_a_registered_node_is_joined_again_until_it_has_one(mo
     assert tries == ["10.0.0.1:6379"] * 3
     with pytest.raises(RuntimeError, match="another message"):
         ray_cluster._join("broken")
+
+
+def test_a_local_ray_that_is_late_is_started_again_and_any_other_error_ends_the_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    errors: list[str] = []
+    monkeypatch.setattr(ray_cluster, "_init", lambda **_: errors and _raise(errors.pop(0)))
+    monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: None)  # the session's own Ray stays
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+    late = "The current node timed out during startup."
+    for tries, expected in (([late, late], None), ([late] * 3, DeadlineError), (["no memory"], RuntimeError)):
+        errors[:] = tries
+        caplog.clear()
+        with pytest.raises(expected) if expected else nullcontext():
+            start_ray(ClusterConfig(), num_actors=1)
+        assert errors == []
+        assert len(caplog.records) == min(tries.count(late), START_TRIES - 1)
+
+
+def _raise(message: str) -> None:
+    raise RuntimeError(message)
 
 
 @pytest.mark.slow

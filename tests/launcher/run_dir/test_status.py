@@ -49,6 +49,22 @@ def test_a_long_phase_reports_its_groups_and_a_silent_run_is_called_so(tmp_path:
     assert "the run may be gone" in second
 
 
+def test_the_part_of_a_phase_is_shown_until_the_next_phase(tmp_path: Path) -> None:
+    status = StatusFile(run_dir=tmp_path, num_steps=10)
+    status.part("check")
+    assert read_now(tmp_path) is None, "no phase has begun"
+    status.phase("publisher", "publish")
+    status.part("check")
+    status.part("prove")
+    assert (
+        status_lines(tmp_path, now_s=time.time() + 3)[0]
+        == "step 1 of 10: publish (prove) for 3 s (all wait for publisher)"
+    )
+    status.phase("engines", "rollout")
+    now = read_now(tmp_path)
+    assert now is not None and now.part == ""
+
+
 def test_progress_is_written_although_the_clock_was_set_back(tmp_path: Path) -> None:
     status = StatusFile(run_dir=tmp_path, num_steps=10)
     status.phase("engines", "rollout")

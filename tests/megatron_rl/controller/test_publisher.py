@@ -93,11 +93,15 @@ def publisher(log, probes, spec: ModelSpec = SPEC, *, sums=None, format=INT8, te
 
 def test_engines_accept_the_manifest_before_any_byte_is_sent_and_serve_only_after_the_probe():
     log = []
-    report = publisher(log, [REFERENCE, REFERENCE + 0.05]).publish(3)
+    parts = {"begin_part": lambda part: log.append(f"part: {part}")}
+    report = publisher(log, [REFERENCE, REFERENCE + 0.05], **parts).publish(3)
     assert log == [
+        "part: check",
         "check",
+        "part: send",
         "deliver 3 of run",
         "trainer begins its proof, 8 tokens",
+        "part: prove",
         "trainer ends its proof",
         "engines prove, 8 tokens",
         "resume",
