@@ -109,6 +109,8 @@ class EngineConfig(Config):
     """How many times a run restarts engines that have died. Interrupted groups resume on any engine."""
     progress_timeout_s: float = Field(default=600.0, gt=0)
     """An engine that emits no token for this long, although it has responses to sample, is ended and counts as dead."""
+    start_timeout_s: float = Field(default=1200.0, gt=0)
+    """Deadline of engines that start together. The first start on a node compiles kernels and captures CUDA graphs."""
     update_timeout_s: float = Field(default=300.0, gt=0)
     """Deadline of a weight update on an engine. An engine that misses it is fenced, and the error names it."""
     vllm: dict[str, str | int | float | bool] = {}

@@ -37,7 +37,7 @@ from rollout.types import EngineSlot
 _log = logging.getLogger(__name__)
 
 START_TIMEOUT_S = 600.0
-"""Longest start of a process; a slower one is considered dead."""
+"""Longest wait for an answer of a process that has started; a slower one is considered dead."""
 
 CLOSE_TIMEOUT_S = 15.0
 """Time for an engine or a scorer to end its children."""

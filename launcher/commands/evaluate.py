@@ -11,7 +11,7 @@ from pathlib import Path
 
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import in_turn, plan_evaluation
-from launcher.cluster.processes import START_TIMEOUT_S, Actor, Processes, StartingEngines, processes
+from launcher.cluster.processes import Actor, Processes, StartingEngines, processes
 from launcher.cluster.text_processes import TextProcesses
 from launcher.commands.prompts import load_evaluation_prompts
 from launcher.config.schema import EvalConfig, RunConfig
@@ -118,7 +118,7 @@ def _evaluate(
     step: int,
 ) -> list[EvaluationRow]:
     engines, starting = started
-    engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
+    engines.finish_start(starting, timeout_s=config.engine.start_timeout_s)
     pool = EnginePool(
         engines,
         scorers,

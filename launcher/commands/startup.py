@@ -68,11 +68,11 @@ def start_workers(
     specs = engine_specs(config, run_id)
     engines, starting = running.begin_engines(specs, slots.engines)
     if config.engine.sleep_level:  # engine and trainer do not fit in memory together
-        engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
+        engines.finish_start(starting, timeout_s=config.engine.start_timeout_s)
         engines.sleep(timeout_s=START_TIMEOUT_S)
     load_kernels()  # while the engines start
     trainer = start_trainer(checked, running, resume, run_id)
-    engines.finish_start(starting, timeout_s=START_TIMEOUT_S)
+    engines.finish_start(starting, timeout_s=config.engine.start_timeout_s)
     running.check_engines(engines, slots.engines)
     _say_kernels(engines, progress)
     return Workers(run_id=run_id, specs=specs, engines=engines, trainer=trainer)

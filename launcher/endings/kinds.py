@@ -63,7 +63,7 @@ class Ending(Enum):
         "a deadline passed",
         "Read the log of the late process, and `logs/stacks/`. If the process was only slow, raise "
         "`trainer.timeout_s`, `trainer.progress_timeout_s`, "
-        "`publish.timeout_s` or `engine.update_timeout_s`.",
+        "`publish.timeout_s`, `engine.start_timeout_s` or `engine.update_timeout_s`.",
     )
     REWARD_BROKEN = (
         6,

@@ -9,7 +9,7 @@ different engines, so the channels of all engines are set up again.
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from launcher.cluster.processes import START_TIMEOUT_S, Processes
+from launcher.cluster.processes import Processes
 from launcher.recovery.nodes import LostNodes
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.delivery import WeightDelivery
@@ -82,7 +82,7 @@ class LostEngines:
             if number not in self.engines.retired
         }
         for number, (group, starting) in groups.items():
-            group.finish_start(starting, timeout_s=START_TIMEOUT_S)
+            group.finish_start(starting, timeout_s=self.specs[number].config.start_timeout_s)
             if sharing is not None:
                 sharing.follow(group)
             self.engines.replace(number, group)

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
+from megatron_rl.model.copies import on_device
 from rollout.types import TokenIds
 
 
@@ -45,14 +46,14 @@ class PackedBatch:
         return len(self.response_starts) - 1
 
     def to(self, device: torch.device) -> "PackedBatch":
-        """The batch with its tensors on `device`."""
+        """The batch, which is on the host, with its tensors on `device`; the host does not wait."""
         return replace(
             self,
-            tokens=self.tokens.to(device),
-            position_ids=self.position_ids.to(device),
-            cu_seqlens=self.cu_seqlens.to(device),
-            score_rows=self.score_rows.to(device),
-            targets=self.targets.to(device),
+            tokens=on_device(self.tokens, device),
+            position_ids=on_device(self.position_ids, device),
+            cu_seqlens=on_device(self.cu_seqlens, device),
+            score_rows=on_device(self.score_rows, device),
+            targets=on_device(self.targets, device),
         )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from megatron_rl.algorithm.correction import PackedLogprobs
 from megatron_rl.batching.batch import MicroBatch, RankMiniBatch
+from megatron_rl.model.copies import on_device
 from megatron_rl.model.packed_batch import PackedBatch, pack_batch
 from rollout.types import ColumnsRef, GroupColumns, GroupId
 
@@ -51,7 +52,9 @@ class SampledTokens:
     def to(self, device: torch.device) -> "SampledTokens":
         """The same on a device."""
         return SampledTokens(
-            positions=self.positions.to(device), sequences=self.sequences.to(device), lengths=self.lengths.to(device)
+            positions=on_device(self.positions, device),
+            sequences=on_device(self.sequences, device),
+            lengths=on_device(self.lengths, device),
         )
 
     def select(self, values: torch.Tensor) -> torch.Tensor:
@@ -139,13 +142,13 @@ def _load(
     loss_mask = torch.ones(sum(lengths), dtype=torch.bool)  # the plan counts all response tokens as sampled, too
     return LoadedMicroBatch(
         packed=pack_batch(pairs or [(_DUMMY, _DUMMY)], multiple_of=multiple_of).to(device),
-        rollout_logprobs=_joined(rollout).to(device),
-        advantages=_joined(advantages).to(device),
-        loss_mask=loss_mask.to(device),
+        rollout_logprobs=on_device(_joined(rollout), device),
+        advantages=on_device(_joined(advantages), device),
+        loss_mask=on_device(loss_mask, device),
         sampled=SampledTokens.of(loss_mask, lengths).to(device),
-        rewards=torch.tensor([sample.reward for sample in micro.samples], dtype=torch.float32, device=device),
-        lengths=torch.tensor(lengths, dtype=torch.int64, device=device),
-        staleness=torch.tensor([sample.staleness for sample in micro.samples], dtype=torch.int64, device=device),
+        rewards=on_device(torch.tensor([sample.reward for sample in micro.samples], dtype=torch.float32), device),
+        lengths=on_device(torch.tensor(lengths, dtype=torch.int64), device),
+        staleness=on_device(torch.tensor([sample.staleness for sample in micro.samples], dtype=torch.int64), device),
     )
 
 

@@ -27,8 +27,8 @@ from tests.rollout.worker.test_sampler import draft_metadata, metadata_of
 from tests.support.trainers.tiny_megatron_models import save_model
 
 VOCABULARY, ROWS = 1000, 8
-LOADING = {"packed_batch.py": 5, "loaded_batch.py": 5, "learner.py": 1}
-"""Copies of a micro batch's arrays, before the first forward of a step, and of its lengths, after the last backward."""
+LOADING = {"learner.py": 1}
+"""A copy of a micro batch's lengths, after the last backward of a step."""
 MOST_WAITS = {"blocks": LOADING, "expert_blocks": LOADING | {"moe_utils.py": 4}}
 """By family and file: of a micro batch. Megatron's dispatch of tokens waits twice in each of the two layers."""
 

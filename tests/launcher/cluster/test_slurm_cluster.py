@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import pytest
 import yaml
@@ -362,23 +363,42 @@ def test_a_node_without_the_data_is_refused_by_name(cluster: SlurmCluster, work:
     assert not (work / "unmounted" / "metrics.jsonl").exists()
 
 
-ONE = (("train", "node1", "dies"),)
-EACH_PHASE = (("rollout", "node2", "dies"), *ONE, ("publish", "node2", "dies"), ("rollout", "node2", "is cut off"))
-"""Phase of the step after the last checkpoint, node, and its fault; node1 has Ray's head and the batch script."""
+class Loss(NamedTuple):
+    """A node that is lost; node1 has Ray's head and the batch script."""
+
+    step: int
+    """Finished steps when it happens."""
+    phase: str
+    node: str
+    fault: Literal["dies", "is cut off"] = "dies"
+
+    @property
+    def next_start(self) -> int:
+        """Step with which the next start begins: a checkpoint that was under way does not count."""
+        return self.step - 1 if self.phase == "checkpoint" else self.step
+
+
+ONE = (Loss(1, "train", "node1"),)
+EACH_PHASE = (
+    *(Loss(0, "publish", "node2"), Loss(1, "rollout", "node2"), Loss(2, "train", "node1"), Loss(3, "publish", "node2")),
+    *(Loss(4, "checkpoint", "node1"), Loss(4, "rollout", "node2", "is cut off")),
+    *(Loss(5, "train", "node2", "is cut off"), Loss(6, "publish", "node2", "is cut off")),
+    Loss(7, "checkpoint", "node2"),
+)
 
 
 @pytest.mark.parametrize("faults", [ONE, pytest.param(EACH_PHASE, marks=pytest.mark.faults)], ids=["one", "each phase"])
 def test_each_lost_node_costs_a_requeue_and_no_saved_step(
-    cluster: SlurmCluster, work: Path, undisturbed: Path, faults: Sequence[tuple[str, str, str]]
+    cluster: SlurmCluster, work: Path, undisturbed: Path, faults: Sequence[Loss]
 ) -> None:
-    name, num_steps = f"faults-{len(faults)}", len(faults) + 2
+    name, num_steps = f"faults-{len(faults)}", max(3, faults[-1].step)
     run_dir, here = work / name, "cluster.slurm.extra=['--nodelist=node1,node2']"
     saved = "checkpoint.background=false"  # each step begins with the checkpoint of the step before
     job, log = submit(cluster, work, f"run_dir={name}", *ALIKE, f"num_steps={num_steps}", here, saved)
-    for step, (phase, node, fault) in enumerate(faults, start=1):
+    for number, (step, phase, node, fault) in enumerate(faults):
         wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
         (cluster.kill if fault == "dies" else cluster.cut)(node)
-        if step > 1:  # as a health check of the cluster would; SLURM's own takes a minute and is waited for once
+        if number:  # as a health check of the cluster would; SLURM's own takes a minute and is waited for once
             cluster.login("scontrol", "update", f"nodename={node}", "state=down", "reason=fault")
         wait_until(lambda: state(cluster, job) == "PENDING", log)
         (cluster.boot if fault == "dies" else cluster.mend)(node)
@@ -388,7 +408,7 @@ def test_each_lost_node_costs_a_requeue_and_no_saved_step(
     assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(num_steps)), output
     assert repeatable(run_dir)[:3] == repeatable(undisturbed)
     starts = [int(str(row["step"])) for row in read_rows(run_dir / "slurm" / "starts.jsonl")]
-    assert starts == list(range(len(faults) + 1))
+    assert starts == [0, *(each.next_start for each in faults)]
     assert output.count("finished step(s) are repeated") == len(faults)
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 

@@ -9,6 +9,7 @@ from launcher.cluster.placement import Placement, plan
 from launcher.recovery import nodes as lost_nodes
 from launcher.recovery.engines import LostEngines
 from launcher.recovery.nodes import LostNodes
+from rollout.config import EngineConfig
 from rollout.failures import EnginesLostError, ProcessLostError
 from rollout.pool.engine_group import EngineGroup
 from tests.launcher.cluster.test_placement_over_nodes import config_of, gpu_nodes
@@ -52,9 +53,11 @@ class Running:
 
 
 @pytest.fixture(autouse=True)
-def _groups(monkeypatch):
-    monkeypatch.setattr(EngineGroup, "finish_start", lambda self, call, *, timeout_s: None)
+def start_limits_s(monkeypatch):
+    limits: list[float] = []
+    monkeypatch.setattr(EngineGroup, "finish_start", lambda self, call, *, timeout_s: limits.append(timeout_s))
     monkeypatch.setattr(EngineGroup, "check_alive", lambda self, *, timeout_s: None)
+    return limits
 
 
 def run_on(running: Running, *, engines: int = 16, tp: int = 8, dp: int = 1, **more: int) -> LostEngines:
@@ -64,7 +67,7 @@ def run_on(running: Running, *, engines: int = 16, tp: int = 8, dp: int = 1, **m
     return LostEngines(
         running=running,
         engines=group,
-        specs=[SimpleNamespace(engine_id=number) for number in range(engines)],
+        specs=[SimpleNamespace(engine_id=number, config=EngineConfig(start_timeout_s=77)) for number in range(engines)],
         nodes=nodes,
         max_restarts=1,
         say=running.said.append,
@@ -76,12 +79,12 @@ def lose(engines: LostEngines, *numbers: int) -> None:
         engines.engines.mark_lost(number, "its process ended")
 
 
-def test_a_dead_engine_on_a_living_node_starts_there_again_and_counts() -> None:
+def test_a_dead_engine_on_a_living_node_starts_there_again_and_counts(start_limits_s: list[float]) -> None:
     running = Running()
     engines = run_on(running)
     lose(engines, 3)
     engines.start_again(None)
-    assert running.begun == [(3, "n1", (3,))] and engines.num_restarts == 1
+    assert running.begun == [(3, "n1", (3,))] and engines.num_restarts == 1 and start_limits_s == [77]
     assert (running.ended, running.used, engines.nodes.num_lost) == (["old 3"], [], 0)
     lose(engines, 3)
     with pytest.raises(EnginesLostError, match=r"engines have died 2 times"):
