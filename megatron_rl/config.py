@@ -1,8 +1,9 @@
 """Configuration of the trainer, the algorithm, publishing and checkpoints."""
 
+from collections.abc import Mapping
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from history.config import Config
@@ -16,6 +17,15 @@ Fp8 = Literal["none", "blockwise", "blockwise_param"]
 """FP8 in the trainer's decoder layers: none, matrix products only, or matrix products and parameters."""
 
 
+NOT_SUPPORTED = {
+    "context": "context parallelism is not supported: for packed samples it needs kernels of Transformer Engine, with "
+    "which no CPU test could compare it; raise trainer.parallel.tensor for long samples",
+    "virtual_pipeline": "virtual pipeline stages are not supported: at 32B on 32 H100 they would save half a percent "
+    "of a step (docs/hardware.md); raise trainer.max_micro_batch_tokens or lower trainer.parallel.pipeline",
+}
+"""Partitions that Megatron has and this trainer refuses, with the reason and what to do."""
+
+
 class ParallelConfig(Config):
     """Partition of the trainer over its ranks. The world size is tensor x pipeline x data."""
 
@@ -27,6 +37,14 @@ class ParallelConfig(Config):
     """Data-parallel size."""
     expert: int = Field(default=1, gt=0)
     """Expert-parallel size: experts of a layer are spread over this many data-parallel ranks. Must divide `data`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_other_partitions(cls, value: object) -> object:
+        if isinstance(value, Mapping):
+            for key in NOT_SUPPORTED.keys() & value.keys():
+                raise PydanticCustomError("partition", "{problem}", {"problem": NOT_SUPPORTED[key]})
+        return value
 
     @property
     def world_size(self) -> int:

@@ -25,6 +25,7 @@ REPAIRS = (
     "reward/scorer_restarts",
     "reward/text_actor_restarts",
     "reward/worker_restarts",
+    "reward/repeated_calls",
 )
 _SHM = re.compile(r"\.?mrl-.+")
 

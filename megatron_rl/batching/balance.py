@@ -16,8 +16,7 @@ for each other in every layer. Dense models wait only at the optimizer step and 
 
 Invariants (checked by one helper in every test)
 1. every sample exactly once
-2. all ranks have equally many micro batches, at least one unless there are no samples; a multiple of the pipeline's
-   size where its schedule is interleaved
+2. all ranks have equally many micro batches, at least one unless there are no samples
 3. a micro batch holds at most `max_tokens`, or one single longer sample
 4. without a pipeline there are as few as best-fit decreasing needs, divided by the ranks and rounded up; with one,
    never fewer
@@ -120,13 +119,11 @@ def load_kernels() -> None:
 
 def _counts(sample_costs: _Numbers, fewest: int, *, num_ranks: int, costs: CostModel) -> list[int]:
     """Numbers of micro batches per rank to try: the fewest, and with a pipeline those with the best estimates."""
-    step = costs.count_multiple
-    fewest = -(-fewest // step) * step
     if costs.fill_bins == 0:
         return [fewest]
     total = float(sample_costs.sum()) / num_ranks
     most = max(fewest, -(-len(sample_costs) // num_ranks))
-    counts = np.arange(fewest, most + step, step)
+    counts = np.arange(fewest, most + 1)
     slowest = np.maximum(total / counts, _dearest_bin(sample_costs, counts * num_ranks))
     estimates = total + counts * costs.overhead_tokens + costs.fill_bins * (slowest + costs.overhead_tokens)
     liked = counts[np.argsort(estimates, kind="stable")[:_CANDIDATES]].tolist()

@@ -37,11 +37,9 @@ class CostModel:
     only if a pipeline can choose between few large and many small micro batches."""
     pipeline: int = 1
     """Pipeline-parallel size."""
-    virtual: int = 1
-    """Model chunks on each pipeline rank (interleaved schedule)."""
 
     def __post_init__(self) -> None:
-        if min(self.parity_tokens, self.pipeline, self.virtual) <= 0 or self.overhead_tokens < 0:
+        if min(self.parity_tokens, self.pipeline) <= 0 or self.overhead_tokens < 0:
             raise ValueError(f"{self}: sizes must be positive, and the overhead not negative")
 
     def sample_costs(self, lengths: npt.NDArray[np.int64]) -> Numbers:
@@ -57,14 +55,9 @@ class CostModel:
         return sum(times) + self.fill_bins * max(times)
 
     @property
-    def fill_bins(self) -> float:
+    def fill_bins(self) -> int:
         """Filling and draining a pipeline takes this many times the most expensive micro batch (1F1B: stages - 1)."""
-        return (self.pipeline - 1) / self.virtual
-
-    @property
-    def count_multiple(self) -> int:
-        """The interleaved schedule needs a multiple of this many micro batches."""
-        return self.pipeline if self.virtual > 1 else 1
+        return self.pipeline - 1
 
 
 def attention_parity_tokens(spec: ModelSpec) -> int:

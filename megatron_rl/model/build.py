@@ -1,6 +1,6 @@
 """Builds the Megatron model; the only file that knows Megatron's version and its model classes.
 
-`build` returns this rank's part of the policy as a list of model chunks: one, or one per virtual pipeline stage.
+`build` returns this rank's part of the policy as a list of model chunks.
 A chunk is a Megatron `GPTModel` whose last stage returns token scores instead of logits
 (`megatron_rl.model.logprobs`), so logits of the whole batch never exist.
 

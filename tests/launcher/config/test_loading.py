@@ -92,6 +92,20 @@ def test_a_wrong_type_names_the_value_and_the_expected_type(write_config: Write,
     assert f"override `{override}`: {said}" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("key", "reason"),
+    [
+        ("context", "context parallelism is not supported: for packed samples it needs kernels of Transformer Engine"),
+        ("virtual_pipeline", "virtual pipeline stages are not supported: at 32B on 32 H100 they would save half a per"),
+    ],
+)
+def test_a_partition_that_the_trainer_does_not_have_is_refused_with_the_reason(
+    write_config: Write, key: str, reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        load(RunConfig, write_config(""), [f"trainer.parallel.{key}=2"])
+
+
 def test_a_missing_key_is_named_with_its_meaning(tmp_path: Path) -> None:
     path = tmp_path / "empty.yaml"
     path.write_text("seed: 1\n")
