@@ -16,6 +16,9 @@ PACKAGES = (history, rollout, megatron_rl, launcher)
 ON_IMPORT_ONLY = ("__main__",)
 """Modules that run a command when they are imported."""
 
+FOR_CPUS = "cpu"
+"""Folders of modules that take names from the CPU builds of the libraries within functions."""
+
 
 def main() -> None:
     for package in PACKAGES:
@@ -24,7 +27,7 @@ def main() -> None:
         chosen = [name for name in names if not name.endswith(ON_IMPORT_ONLY)]
         stage(f"{package.__name__}: {len(chosen)} modules", lambda chosen=chosen: import_all(chosen))
     files = [file for package in PACKAGES for file in Path(str(package.__file__)).parent.rglob("*.py")]
-    taken = {name for file in files for name in names_taken(file)}
+    taken = {name for file in files if FOR_CPUS not in file.parts for name in names_taken(file)}
     stage(f"{len(taken)} names of libraries", lambda: resolve_all(taken))
 
 
