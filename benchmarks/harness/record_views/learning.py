@@ -88,6 +88,40 @@ MISMATCH = View(
     ),
 )
 
+ALGORITHMS = View(
+    question="Do PPO with a critic, and GRPO with a divergence as a cost, lift the example as GRPO does?",
+    answer=Answer(
+        text=(
+            "Beside GRPO's gain of {grpo} points in its worst seed, PPO changes the mean gain by {ppo} points and the "
+            "divergence by {kl} points."
+        ),
+        figures={
+            "grpo": goal("GRPO: gain, worst seed"),
+            "ppo": goal("PPO with a critic: gain beside GRPO's, mean"),
+            "kl": goal("GRPO, divergence in the loss: gain beside GRPO's, mean"),
+        },
+    ),
+    tables=(
+        Table(
+            title="Runs by algorithm, over the seeds",
+            lines={"case": "algorithm"},
+            columns=(
+                Column(field="num_steps", title="steps"),
+                Column(field="k3_median", title="k3 of sampler and trainer, median"),
+                Column(field="step_s", title="step, s"),
+                percent("held_out_before", "held-out accuracy before"),
+                *spread("held_out_after", "held-out accuracy after, %", scale=100.0),
+                *spread("points", "gain, points"),
+            ),
+        ),
+    ),
+    notes=(
+        "The critic learns alone in the first two steps of PPO, whose runs are longer by as many steps.",
+        "PPO's divergence is k1 in the reward of tokens, GRPO's is k3 in the loss, each with the coefficient 0.001.",
+        UNRECORDED_WARM,
+    ),
+)
+
 GUARD = View(
     question="Does the guard alone bring back the accuracy that coarse codes cost, and is it quiet in a healthy run?",
     answer=Answer(
