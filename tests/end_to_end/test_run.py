@@ -2,7 +2,7 @@
 
 Four steps of a tiny mixture of experts that are spread over two trainer ranks. The deterministic run is started once to
 its end, and once more under a clock that jumps, with a kill (-9) at a point drawn at random, in half of the sessions
-during a save. In a third one, its trainer is lost three times.
+during a save. In a third one, its trainer is lost twice.
 """
 
 import json
@@ -77,15 +77,13 @@ def assert_same_run(run_dir, calm):
 
 
 @pytest.mark.slow
-def test_a_run_replaces_a_trainer_that_dies_loops_or_freezes_and_ends_as_if_nothing_had_happened(
-    uninterrupted, trainer_lost
-):
+def test_a_run_replaces_a_trainer_that_dies_or_loops_and_ends_as_if_nothing_had_happened(uninterrupted, trainer_lost):
     print(f"kill point drawn with seed {trainer_lost.seed}")
     run_dir, output = trainer_lost.run_dir, trainer_lost.output
     assert_same_run(run_dir, uninterrupted)
     last = metrics(run_dir)[-1]
-    assert last["trainer/restarts"] == output.count("the trainer starts again from the newest checkpoint") == 3
-    assert 2 <= last["trainer/repeated_steps"] <= 7, "a save under way does not count when a rank dies"
+    assert last["trainer/restarts"] == output.count("the trainer starts again from the newest checkpoint") == 2
+    assert 1 <= last["trainer/repeated_steps"] <= 5, "a save under way does not count when a rank dies"
     assert "Traceback" not in output and trainer_lost.left_behind == set()
     named = re.findall(
         rf"rank\(s\) \[1\] of 2 made no progress for {PROGRESS_TIMEOUT_S} s \(`trainer.progress_timeout_s`\): "
@@ -93,12 +91,11 @@ def test_a_run_replaces_a_trainer_that_dies_loops_or_freezes_and_ends_as_if_noth
         output,
     )
     node = os.uname().nodename
-    assert [(where, state == "stopped") for where, state in named] == [(node, False), (node, True)]
-    assert output.count(f"their stacks are in {run_dir / 'logs' / 'stacks'}") == 2
+    assert [(where, state == "stopped") for where, state in named] == [(node, False)]
+    assert output.count(f"their stacks are in {run_dir / 'logs' / 'stacks'}") == 1
     stacks = sorted((run_dir / "logs" / "stacks" / node).iterdir())
-    assert [path.name.rsplit("-", 1)[0] for path in stacks] == ["trainer-0"] * 2 + ["trainer-1"] * 2
-    assert "in loop_for_ever" in stacks[2].read_text() and ", stopped: " in stacks[3].read_text()
-    assert all("in train" in path.read_text() for path in stacks[:2])
+    assert [path.name.rsplit("-", 1)[0] for path in stacks] == ["trainer-0", "trainer-1"]
+    assert "in loop_for_ever" in stacks[1].read_text() and "in train" in stacks[0].read_text()
 
 
 @pytest.mark.slow

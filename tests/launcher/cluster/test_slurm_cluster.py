@@ -378,7 +378,6 @@ class Loss(NamedTuple):
         return self.step - 1 if self.phase == "checkpoint" else self.step
 
 
-ONE = (Loss(1, "train", "node1"),)
 EACH_PHASE = (
     *(Loss(0, "publish", "node2"), Loss(1, "rollout", "node2"), Loss(2, "train", "node1"), Loss(3, "publish", "node2")),
     *(Loss(4, "checkpoint", "node1"), Loss(4, "rollout", "node2", "is cut off")),
@@ -387,15 +386,13 @@ EACH_PHASE = (
 )
 
 
-@pytest.mark.parametrize("faults", [ONE, pytest.param(EACH_PHASE, marks=pytest.mark.faults)], ids=["one", "each phase"])
-def test_each_lost_node_costs_a_requeue_and_no_saved_step(
-    cluster: SlurmCluster, work: Path, undisturbed: Path, faults: Sequence[Loss]
-) -> None:
-    name, num_steps = f"faults-{len(faults)}", max(3, faults[-1].step)
-    run_dir, here = work / name, "cluster.slurm.extra=['--nodelist=node1,node2']"
+@pytest.mark.faults
+def test_each_lost_node_costs_a_requeue_and_no_saved_step(cluster: SlurmCluster, work: Path, undisturbed: Path) -> None:
+    num_steps = EACH_PHASE[-1].step
+    run_dir, here = work / "losses", "cluster.slurm.extra=['--nodelist=node1,node2']"
     saved = "checkpoint.background=false"  # each step begins with the checkpoint of the step before
-    job, log = submit(cluster, work, f"run_dir={name}", *ALIKE, f"num_steps={num_steps}", here, saved)
-    for number, (step, phase, node, fault) in enumerate(faults):
+    job, log = submit(cluster, work, "run_dir=losses", *ALIKE, f"num_steps={num_steps}", here, saved)
+    for number, (step, phase, node, fault) in enumerate(EACH_PHASE):
         wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
         (cluster.kill if fault == "dies" else cluster.cut)(node)
         if number:  # as a health check of the cluster would; SLURM's own takes a minute and is waited for once
@@ -408,8 +405,8 @@ def test_each_lost_node_costs_a_requeue_and_no_saved_step(
     assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(num_steps)), output
     assert repeatable(run_dir)[:3] == repeatable(undisturbed)
     starts = [int(str(row["step"])) for row in read_rows(run_dir / "slurm" / "starts.jsonl")]
-    assert starts == [0, *(each.next_start for each in faults)]
-    assert output.count("finished step(s) are repeated") == len(faults)
+    assert starts == [0, *(each.next_start for each in EACH_PHASE)]
+    assert output.count("finished step(s) are repeated") == len(EACH_PHASE)
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 

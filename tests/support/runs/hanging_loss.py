@@ -1,10 +1,9 @@
-"""The built-in loss, in which trainer rank 1 of a run hangs twice: in an endless loop, and, after a restart, frozen.
+"""The built-in loss, in which trainer rank 1 of a run hangs once in an endless loop.
 
-Only processes hang that begin once `trainer-1.armed` is among the run's logs, so that another fault can come first.
+Only a process hangs that begins once `trainer-1.armed` is among the run's logs, so that another fault can come first.
 """
 
 import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from rollout.processes import VARIABLE
 _RANK = "trainer-1"
 _HANGS_AT = 3
 """Number of the call in the process: the second step's first, of two steps at least."""
-_CALLS_BEFORE_SAVE = 4
-"""Of the two steps before the first checkpoint."""
 
 
 @dataclass(slots=True)
@@ -26,33 +23,26 @@ class _Process:
 
     log: Path
     is_armed: bool
-    is_resumed: bool
     num_calls: int = 0
 
     @classmethod
     def begun(cls) -> "_Process":
         log = Path(os.environ[VARIABLE])
-        is_resumed = (log.parents[1] / "checkpoints" / "2").exists()
-        return cls(log, log.stem == _RANK and log.with_suffix(".armed").exists(), is_resumed)
+        return cls(log, log.stem == _RANK and log.with_suffix(".armed").exists())
 
 
 _process: _Process | None = None
 
 
 def hanging_loss(inputs: LossInputs, settings: ClippedSurrogate) -> TokenLosses:
-    """`clipped_surrogate`, unless it is time to hang. The second time, a checkpoint is there to begin from."""
+    """`clipped_surrogate`, unless it is time to hang."""
     global _process
     _process = this = _process or _Process.begun()
     this.num_calls += 1
-    if this.is_armed:
-        looped, frozen = this.log.with_suffix(".looped"), this.log.with_suffix(".frozen")
-        after_save = _HANGS_AT + (0 if this.is_resumed else _CALLS_BEFORE_SAVE)
-        if not looped.exists() and this.num_calls == _HANGS_AT:
-            looped.touch()
-            loop_for_ever()
-        if looped.exists() and not frozen.exists() and this.num_calls == after_save:
-            frozen.touch()
-            os.kill(os.getpid(), signal.SIGSTOP)
+    looped = this.log.with_suffix(".looped")
+    if this.is_armed and this.num_calls == _HANGS_AT and not looped.exists():
+        looped.touch()
+        loop_for_ever()
     return clipped_surrogate(inputs, settings)
 
 
