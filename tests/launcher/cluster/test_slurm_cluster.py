@@ -387,6 +387,7 @@ EACH_PHASE = (
 
 
 @pytest.mark.faults
+@pytest.mark.timeout(5400)
 def test_each_lost_node_costs_a_requeue_and_no_saved_step(cluster: SlurmCluster, work: Path, undisturbed: Path) -> None:
     num_steps = EACH_PHASE[-1].step
     run_dir, here = work / "losses", "cluster.slurm.extra=['--nodelist=node1,node2']"
