@@ -100,7 +100,11 @@ class JobFolder:
         lost = [path.name for path in (self.path / "lost").glob("*")]
         if (self.path / "node_lost").exists() or self._head_name() in lost:
             return True
-        return bool(lost) and not (self.path / "begun").exists()
+        return bool(lost) and not self.has_begun()
+
+    def has_begun(self) -> bool:
+        """Whether the run has started its processes."""
+        return (self.path / "begun").exists()
 
     def note_lost_node(self, node: str = "") -> None:
         """A node has ended Ray: the others end, too, where they must. Without a name they all do."""

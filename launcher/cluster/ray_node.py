@@ -30,6 +30,8 @@ from rollout.transports.shm_files import sweep
 
 _SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
+START_TRIES = 3
+"""Of Ray before the run has begun. Its time limits for a start are fixed (Ray 2.60: `node.py`) and short."""
 END_TIMEOUT_S = 10.0
 """For which Ray's processes may end by themselves."""
 
@@ -98,7 +100,8 @@ def ray_environment(node: RayNode) -> dict[str, str]:
 def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
     """Run Ray until the run is over, then leave nothing of it; returns 0, or 1 where Ray ended by itself.
 
-    A node whose Ray has ended tells the others, which end too where the run cannot go on without it.
+    Ray that ends before the run has begun is started again, `START_TRIES` times in all. Afterwards a node whose Ray has
+    ended tells the others, which end too where the run cannot go on without it.
     """
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ends: list[int] = []
@@ -107,25 +110,34 @@ def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
         ends.append(number)
 
     signal.signal(signal.SIGTERM, note)
-    node.temp_dir.mkdir(parents=True, exist_ok=True)
     log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "ab", opener=opener) as output:
-        ray = subprocess.Popen(
-            ray_command(node), env=os.environ | ray_environment(node), stdout=output, stderr=subprocess.STDOUT
-        )
     try:
-        while ray.poll() is None and not ends and not folder.is_over() and not folder.must_end():
-            time.sleep(_POLL_S)
-        if ray.poll() is None:
-            return 0
+        for tries_left in reversed(range(START_TRIES)):
+            shutil.rmtree(node.temp_dir, ignore_errors=True)  # of an earlier try
+            node.temp_dir.mkdir(parents=True, exist_ok=True)
+            ray = _start(node, log)
+            while ray.poll() is None and not ends and not folder.is_over() and not folder.must_end():
+                time.sleep(_POLL_S)
+            if ray.poll() is None:
+                return 0
+            _keep_logs(node.temp_dir, log.parent)
+            if folder.has_begun() or not tries_left:
+                break
+            print(f"{node.name}: Ray ended with code {ray.returncode}, see {log}; it is started again", flush=True)
+            end_family()
         folder.note_lost_node(node.name)
-        _keep_logs(node.temp_dir, log.parent)
         return 1
     finally:
         end_family()
         sweep()
         sweep_segments()
         shutil.rmtree(node.temp_dir, ignore_errors=True)
+
+
+def _start(node: RayNode, log: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | ray_environment(node)
+    with open(log, "ab", opener=opener) as output:
+        return subprocess.Popen(ray_command(node), env=environment, stdout=output, stderr=subprocess.STDOUT)
 
 
 def end_family() -> None:

@@ -64,6 +64,48 @@ def test_orphans_that_ignore_a_signal_are_ended_too() -> None:
     assert psutil.pid_exists(psutil.Process().pid)
 
 
+FAKE_RAY = """
+import sys, time
+from pathlib import Path
+folder, good_try = Path(sys.argv[1]), int(sys.argv[2])
+with (folder / "tries").open("a") as file:
+    file.write("x")
+if len((folder / "tries").read_text()) < good_try:
+    sys.exit(1)
+(folder / "over").touch()
+time.sleep(600)
+"""
+RUNS_FAKE_RAY = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+import launcher.cluster.ray_node as module
+from launcher.cluster.job_folder import JobFolder
+from tests.launcher.cluster.test_ray_node import FAKE_RAY, HEAD, folder_of
+path = Path(sys.argv[1])
+folder = folder_of(path, "node6", "node7", begun=sys.argv[3] == "True")
+module.ray_command = lambda node: [sys.executable, "-c", FAKE_RAY, *sys.argv[1:3]]
+module.sweep = module.sweep_segments = lambda: None
+code = module.run_ray(replace(HEAD, temp_dir=path / "temp"), folder, log=path / "logs" / "ray.log")
+print(code, len((path / "tries").read_text()), (path / "lost" / "node7").exists(), (path / "temp").exists())
+"""
+
+
+@pytest.mark.parametrize(
+    ("good_try", "begun", "told"),
+    [(3, False, "0 3 False False"), (4, False, "1 3 True False"), (2, True, "1 1 True False")],
+    ids=["the third try", "no try", "the run has begun"],
+)
+def test_ray_that_ends_before_the_run_has_begun_is_started_again(
+    tmp_path: Path, good_try: int, begun: bool, told: str
+) -> None:
+    line = [sys.executable, "-c", RUNS_FAKE_RAY, str(tmp_path), str(good_try), str(begun)]
+    done = subprocess.run(line, capture_output=True, text=True, check=True)
+    *said, last = done.stdout.splitlines()
+    assert last == told, done.stdout
+    assert len(said) == int(told.split()[1]) - 1 and all("is started again" in line for line in said)
+
+
 def test_nobody_waits_for_the_head_of_a_run_that_is_over(tmp_path: Path) -> None:
     folder = JobFolder(path=tmp_path)
     (tmp_path / "over").touch()
