@@ -15,7 +15,8 @@ from launcher.endings.screen import WIDTH
 )
 def test_what_a_person_can_mend_ends_in_one_screen_without_traceback(ended, name, code, parts):
     end = ended[name]
-    lines = end.error.splitlines()
+    # on a busy machine Ray may start at the second try, which a line before the screen says
+    lines = [line for line in end.error.splitlines() if not line.endswith("Ray is started again")]
     text = " ".join(end.error.split())
     assert end.code == code, end.error
     assert all(part in text for part in parts), text
