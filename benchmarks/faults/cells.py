@@ -35,6 +35,11 @@ class Moment(NamedTuple):
     part: str = ""
     """Of the phase; empty for the begin of the phase."""
 
+    @property
+    def max_delay_s(self) -> float:
+        """Most time between this moment and the signal. A part of these runs lasts a tenth of a second."""
+        return 0.03 if self.part else 0.1
+
 
 PHASES = {
     "start": Moment("start", 0),
@@ -48,7 +53,7 @@ PHASES = {
     "checkpoint": Moment("checkpoint", 2),
     "end": Moment("checkpoint", 3),
 }
-"""Responses are scored during the rollout, as they end."""
+"""Moments of a run at which a fault happens. Responses are scored during the rollout, as they end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,6 @@ AGAIN = (Ending.DEADLINE.code, Ending.PROCESS_LOST.code, -9)
 MAX_STARTS = 3
 LIMIT_S = 900.0
 """Of one start: a run that hangs is killed, and its exit code is None."""
-MAX_DELAY_S = {"phase": 0.1, "part": 0.03}
-"""Most time between the begin and the signal. A part of these runs lasts a tenth of a second."""
 _POLL_S = 0.002
 _SERVER = "rollout.rewards.worker_server"
 """In the titles of reward workers and of their parent."""
@@ -63,7 +61,7 @@ def _disturb(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell, genera
         if process.poll() is not None:
             return None
         time.sleep(_POLL_S)
-    time.sleep(generator.uniform(0.0, MAX_DELAY_S["part" if PHASES[cell.phase].part else "phase"]))
+    time.sleep(generator.uniform(0.0, PHASES[cell.phase].max_delay_s))
     found = targets(process, cell.role)
     while not found and _is_in_phase(run_dir, cell) and process.poll() is None:  # it has not started yet
         time.sleep(_POLL_S)

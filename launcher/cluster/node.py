@@ -28,6 +28,8 @@ RAY_SETTINGS = {"worker_niceness": 0, "prestart_worker_first_driver": False}
 """Ray starts workers with niceness 15: any other process then takes a core from an engine, whose threads all wait for
 the slowest one. Ray also prestarts a worker per core; our actors use none of them, because each needs its own
 environment."""
+RAY_START_TRIES = 3
+"""Starts of Ray on a node. Its time limits for a start are fixed (Ray 2.60: `node.py`) and short for a busy machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from ray._private import ray_constants
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from launcher.cluster.node import RAY_SETTINGS, NodeResources, node_resources
+from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES, NodeResources, node_resources
 from launcher.config.schema import ClusterConfig
 from launcher.errors import Terminated
 from rollout.failures import DeadlineError, ProcessLostError
@@ -31,8 +31,6 @@ from rollout.processes import ALL_DEVICES, send_signal
 
 _log = logging.getLogger(__name__)
 
-START_TRIES = 3
-"""Of a local Ray, whose own time limit of 30 s is fixed (Ray 2.60: `node.py`) and too short for a busy machine."""
 JOIN_TIMEOUT_S = 600.0
 """Longest wait for nodes to join Ray."""
 ANSWER_TIMEOUT_S = 120.0
@@ -59,7 +57,7 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
         DeadlineError: Ray's own processes did not answer in time, or fewer than `cluster.min_nodes` joined.
     """
     local = cluster.address == "local"
-    for tries_left in reversed(range(START_TRIES if local else 1)):
+    for tries_left in reversed(range(RAY_START_TRIES if local else 1)):
         try:
             _start_or_join(cluster, num_actors=num_actors)
             break

@@ -23,15 +23,13 @@ import psutil
 from history.index.segments_dir import sweep_segments
 from history.own_files import opener
 from launcher.cluster.job_folder import Head, JobFolder
-from launcher.cluster.node import RAY_SETTINGS
+from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES
 from launcher.cluster.ports import PortMap
 from rollout.processes import send_signal
 from rollout.transports.shm_files import sweep
 
 _SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.5
-START_TRIES = 3
-"""Of Ray before the run has begun. Its time limits for a start are fixed (Ray 2.60: `node.py`) and short."""
 END_TIMEOUT_S = 10.0
 """For which Ray's processes may end by themselves."""
 
@@ -100,8 +98,8 @@ def ray_environment(node: RayNode) -> dict[str, str]:
 def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
     """Run Ray until the run is over, then leave nothing of it; returns 0, or 1 where Ray ended by itself.
 
-    Ray that ends before the run has begun is started again, `START_TRIES` times in all. Afterwards a node whose Ray has
-    ended tells the others, which end too where the run cannot go on without it.
+    Ray that ends before the run has begun is started again, `RAY_START_TRIES` times in all. Afterwards a node whose Ray
+    has ended tells the others, which end too where the run cannot go on without it.
     """
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     ends: list[int] = []
@@ -112,7 +110,7 @@ def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
     signal.signal(signal.SIGTERM, note)
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
-        for tries_left in reversed(range(START_TRIES)):
+        for tries_left in reversed(range(RAY_START_TRIES)):
             shutil.rmtree(node.temp_dir, ignore_errors=True)  # of an earlier try
             node.temp_dir.mkdir(parents=True, exist_ok=True)
             ray = _start(node, log)

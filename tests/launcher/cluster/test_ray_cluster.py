@@ -9,7 +9,8 @@ from contextlib import nullcontext
 import pytest
 
 from launcher.cluster import ray_cluster
-from launcher.cluster.ray_cluster import START_TRIES, natural_order, start_ray
+from launcher.cluster.node import RAY_START_TRIES
+from launcher.cluster.ray_cluster import natural_order, start_ray
 from launcher.config.schema import ClusterConfig
 from rollout.failures import DeadlineError
 from tests.support.deadline import DEADLINE_S
@@ -54,7 +55,7 @@ def test_a_local_ray_that_is_late_is_started_again_and_any_other_error_ends_the_
         with pytest.raises(expected) if expected else nullcontext():
             start_ray(ClusterConfig(), num_actors=1)
         assert errors == []
-        assert len(caplog.records) == min(tries.count(late), START_TRIES - 1)
+        assert len(caplog.records) == min(tries.count(late), RAY_START_TRIES - 1)
 
 
 def _raise(message: str) -> None:
