@@ -19,7 +19,7 @@ from launcher.commands.plan import add_plan_options, plan, plan_options
 from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import ClusterConfig, EvalConfig, ExportConfig, RunConfig, SftConfig
-from launcher.endings.conclusion import Command, conclude, termination_raises
+from launcher.endings.conclusion import Command, conclude, leave, termination_raises
 from launcher.endings.screen import exit_codes
 from launcher.errors import ConfigError, RunDirectoryError, Terminated
 from launcher.run_dir.status import read_now, status_lines
@@ -40,9 +40,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     command = Command(name=arguments.command)
     try:
         with termination_raises():
-            return _dispatch(arguments, command)
+            code = _dispatch(arguments, command)
     except (Exception, KeyboardInterrupt, Terminated) as error:  # every error ends as a screen and an exit code
-        return conclude(error, command)
+        code = conclude(error, command)
+    return leave(code)
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

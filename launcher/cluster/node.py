@@ -30,6 +30,8 @@ the slowest one. Ray also prestarts a worker per core; our actors use none of th
 environment."""
 RAY_START_TRIES = 3
 """Starts of Ray on a node. Its time limits for a start are fixed (Ray 2.60: `node.py`) and short for a busy machine."""
+END_OF_RAY = "end of Ray"
+"""Name of the thread in which Ray ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

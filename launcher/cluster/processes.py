@@ -20,6 +20,7 @@ from history.store.service import HistoryService, Upkeep, start_history
 from history.types import ActorProcess, HistoryPlaces
 from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.ray_cluster import Reservation, other_nodes, reserve, start_ray
+from launcher.cluster.ray_limits import end_ray
 from launcher.cluster.text_processes import TextProcesses, start_text_processes
 from launcher.config.schema import ClusterConfig
 from megatron_rl.ranks import TrainerRank
@@ -267,5 +268,5 @@ def processes(
         yield running
     finally:
         running.close()
-        ray.shutdown()
+        end_ray()
         sweep()  # processes of an earlier, killed command may have outlived the sweep above for a moment

@@ -24,10 +24,11 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES, NodeResources, node_resources
+from launcher.cluster.ray_limits import end_ray, kill_families, limited_start
 from launcher.config.schema import ClusterConfig
 from launcher.errors import Terminated
 from rollout.failures import DeadlineError, ProcessLostError
-from rollout.processes import ALL_DEVICES, send_signal
+from rollout.processes import ALL_DEVICES
 
 _log = logging.getLogger(__name__)
 
@@ -79,7 +80,7 @@ def _start_or_join(cluster: ClusterConfig, *, num_actors: int) -> None:
         os.environ[TOKEN[0]] = secrets.token_hex(32)  # else Ray writes one for all runs into the home directory
     try:
         if local:
-            with _on_loopback():
+            with _on_loopback(), limited_start():
                 _init(
                     address="local",
                     include_dashboard=False,
@@ -90,8 +91,8 @@ def _start_or_join(cluster: ClusterConfig, *, num_actors: int) -> None:
         else:
             _join(cluster.address)
     except BaseException as error:  # after a failed start Ray does not end its own processes
-        ray.shutdown()
-        _kill([child for child in psutil.Process().children() if child not in before])
+        end_ray()
+        kill_families([child for child in psutil.Process().children() if child not in before])
         if isinstance(error, SystemExit):
             raise Terminated from error
         if "timed out during startup" in str(error):
@@ -152,7 +153,7 @@ def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
     try:
         return ask_nodes(_in_order()[: cluster.max_nodes or None])
     finally:
-        ray.shutdown()
+        end_ray()
 
 
 def other_nodes(names: Collection[str]) -> tuple[NodeResources, ...]:
@@ -349,13 +350,3 @@ def _wait_for_nodes(num_nodes: int) -> None:
 
 def _text(bundle: Mapping[str, float]) -> str:
     return "(" + ", ".join(f"{amount:.0f} {resource}" for resource, amount in bundle.items()) + ")"
-
-
-def _kill(roots: Sequence[psutil.Process]) -> None:
-    """Kill processes and all their descendants."""
-    for root in roots:
-        try:
-            family = [*root.children(recursive=True), root]
-        except psutil.NoSuchProcess:
-            continue
-        send_signal(family, signal.SIGKILL)

@@ -18,7 +18,7 @@ from pathlib import Path
 from types import FrameType
 
 from history.own_files import opener
-from launcher.cluster.node import memory_kills
+from launcher.cluster.node import END_OF_RAY, memory_kills
 from launcher.endings.kinds import Ending, Verdict, causes, judge
 from launcher.endings.saved_work import saved_work
 from launcher.endings.screen import first_traceback, one_line, process_log_path, screen
@@ -81,6 +81,15 @@ def conclude(error: BaseException, command: Command) -> int:
     text = screen(verdict, command=command.name, saved=saved, log=log, process_log=process_log)
     print(text, file=sys.stderr)
     return verdict.ending.code
+
+
+def leave(code: int) -> int:
+    """Return the exit code; exit at once if Ray still waits in its end, because an orderly exit waits for Ray again."""
+    if any(thread.name == END_OF_RAY for thread in threading.enumerate()):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
 
 
 def _record(error: BaseException, verdict: Verdict) -> str:

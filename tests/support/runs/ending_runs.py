@@ -122,7 +122,7 @@ def _end_hung(process: subprocess.Popen[str]) -> str:
     running = [psutil.Process(process.pid), *_children(process)] if process.poll() is None else []
     family = {each.pid: each for each in [*running, *_holders(process)]}
     stacks = [f"exit code {process.poll()}"]
-    for each in family.values():
+    for each in reversed(family.values()):  # the command itself last: of a long report the end is what is read
         command = [str(Path(sys.executable).with_name("py-spy")), "dump", "--nonblocking", "--pid", str(each.pid)]
         dumped = subprocess.run(command, capture_output=True, text=True)
         stacks.append(f"{each.pid} {_title(each)}\n{dumped.stdout or dumped.stderr[:200]}")
