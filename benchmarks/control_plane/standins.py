@@ -172,6 +172,9 @@ class Host:
         scores = tuple(Score(reward=float(sample % 2), status=ScoreStatus.OK) for sample in range(len(group.seeds)))
         return ScorerAnswer(scores=scores, process=ProcessId(node_id="", pid=scorer, created_s=0.0))
 
+    async def alive(self, scorer: int) -> None:
+        """See `ScorerActor.alive`."""
+
     async def write_samples(self, scorer: int, groups: object, **_: object) -> WrittenSamples:
         """The samples are written."""
         return WrittenSamples(rows=[], process=ProcessId(node_id="", pid=scorer, created_s=0.0))

@@ -1,6 +1,7 @@
 """Loads prompts in the text actor, which has the tokenizer."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import ray
@@ -8,7 +9,10 @@ import ray
 from rollout.config import DataConfig, EvalSetConfig
 from rollout.data.order import OrderState, PromptOrder, PromptSet
 from rollout.data.prompts import LoadedPrompts
+from rollout.pool.heartbeat import LOOK_EVERY_S, SILENT_S, Heartbeat
 from rollout.types import Prompt, PromptId
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +49,7 @@ def load_training_prompts(
         )
         for file in config.train
     ]
-    prompts = TrainingPrompts(files=tuple(ray.get(loading)))
+    prompts = TrainingPrompts(files=_loaded(text_actor, loading))
     if (count := len(prompts.by_id())) < groups_per_step:
         raise ValueError(
             f"a step may sample {groups_per_step} groups (`algorithm.prompts_per_step` x (1 + `algorithm.max_refill`)) "
@@ -64,7 +68,18 @@ def load_evaluation_prompts(
         )
         for name, config in sets.items()
     }
-    return {name: ray.get(ref).prompts for name, ref in loading.items()}
+    loaded = _loaded(text_actor, list(loading.values()))
+    return {name: file.prompts for name, file in zip(loading, loaded, strict=True)}
+
+
+def _loaded(text_actor: ray.actor.ActorHandle, loading: Sequence[ray.ObjectRef]) -> tuple[LoadedPrompts, ...]:
+    """Wait for files, for any time while the text actor's process answers; else it is restarted, and loads again."""
+    heartbeat = Heartbeat(text_actor)
+    while ray.wait(loading, num_returns=len(loading), timeout=LOOK_EVERY_S)[1]:
+        if heartbeat.missed():
+            _log.warning("the text actor has not answered for %.0f s and is restarted", SILENT_S)
+            ray.kill(text_actor, no_restart=False)
+    return tuple(ray.get(loading))
 
 
 def training_order(prompts: TrainingPrompts, config: DataConfig, *, seed: int, state: OrderState | None) -> PromptOrder:

@@ -25,6 +25,7 @@ from rollout.evaluation import EvaluationRow
 from rollout.failures import DeadlineError, Place
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
+from rollout.pool.heartbeat import LOOK_EVERY_S, SILENT_S, Heartbeat
 from rollout.processes import ProcessId
 from rollout.rewards.text_actor import WrittenSamples
 from rollout.tracing.draft_savings import seconds_saved
@@ -36,7 +37,8 @@ TRACE_TIMEOUT_S = 120.0
 """Deadline for engines to return their forwards."""
 
 WRITE_TIMEOUT_S = 300.0
-"""Longest time in which the text actor writes a step's samples."""
+"""Longest time in which the text actor writes a step's samples, while its process answers."""
+_SLOW = f"wrote no samples for {WRITE_TIMEOUT_S:.0f} s"
 
 
 class RunRecorder:
@@ -65,6 +67,7 @@ class RunRecorder:
         self._progress = progress
         self._status = status
         self._text_actor = text_actor
+        self._heartbeat = Heartbeat(text_actor)
         self._engines = engines
         self._timeline = StepTimeline(len(self._engines))
         self._saves = saves
@@ -147,26 +150,34 @@ class RunRecorder:
         self._pending = self._unlogged = None
 
     def _written(self, writing: ray.ObjectRef) -> list[dict[str, object]]:
-        """The result of the text actor. One that hangs is restarted once, and Ray repeats the call.
+        """The result of the text actor. One that hangs is restarted, and Ray repeats the call.
 
         Raises:
-            DeadlineError: the samples are not written after the second try.
+            DeadlineError: the process answers, and the samples are not written after the second try.
         """
-        for is_last in (False, True):
-            try:
-                written: WrittenSamples = ray.get(writing, timeout=WRITE_TIMEOUT_S)
-            except ray.exceptions.GetTimeoutError as error:
-                if is_last:
-                    raise DeadlineError(
-                        f"the controller waited {2 * WRITE_TIMEOUT_S:.0f} s for the text actor to write samples",
-                        Place(role="text actor"),
-                    ) from error
-                self._progress.say(f"the text actor wrote no samples for {WRITE_TIMEOUT_S:.0f} s and is restarted")
-                ray.kill(self._text_actor, no_restart=False)
-            else:
-                self._writers.add(written.process)
-                return [dict(row) for row in written.rows]
-        raise AssertionError
+        num_slow = 0
+        while why := self._why_late(writing):
+            num_slow += why == _SLOW
+            if num_slow == 2:
+                raise DeadlineError(
+                    f"the controller waited {2 * WRITE_TIMEOUT_S:.0f} s for the text actor to write samples",
+                    Place(role="text actor"),
+                )
+            self._progress.say(f"the text actor {why} and is restarted")
+            ray.kill(self._text_actor, no_restart=False)
+        written: WrittenSamples = ray.get(writing)
+        self._writers.add(written.process)
+        return [dict(row) for row in written.rows]
+
+    def _why_late(self, writing: ray.ObjectRef) -> str:
+        """Wait for the text actor; empty if it has written, else why it is not waited for any more."""
+        deadline = time.monotonic() + WRITE_TIMEOUT_S
+        while not ray.wait([writing], timeout=LOOK_EVERY_S)[0]:
+            if self._heartbeat.missed():
+                return f"has not answered for {SILENT_S:.0f} s"
+            if time.monotonic() > deadline:
+                return _SLOW
+        return ""
 
     def finish(self) -> None:
         """Log what no later step would log: the samples of the last step, and the evaluation after it."""

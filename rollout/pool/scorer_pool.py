@@ -1,7 +1,7 @@
 """Each finished group goes to the scorer with the fewest responses.
 
 Ray restarts a scorer that dies, and repeats its calls (`rollout.rewards.text_actor`). A scorer that hangs is killed, so
-that the same happens. Both are counted.
+that the same happens: one whose process does not answer, and one that finishes no group. All are counted.
 """
 
 import logging
@@ -20,6 +20,7 @@ from rollout.failures import (
     node_of,
 )
 from rollout.pool.group_places import Scoring
+from rollout.pool.heartbeat import SILENT_S, Heartbeat
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.types import ColumnsRef, PromptGroup, ScoredGroup, ScorerAnswer, WorkerEvents
@@ -49,6 +50,7 @@ class ScorerPool:
         """
         self._scorers = tuple(scorers)
         self._timeout_s = timeout_s
+        self._heartbeats = [Heartbeat(scorer) for scorer in self._scorers]
         self._processes: list[set[ProcessId]] = [set() for _ in self._scorers]
         """By scorer, all processes that have answered; an old one may answer after its successor."""
         self.events = WorkerEvents()
@@ -102,22 +104,27 @@ class ScorerPool:
 
     def check(self) -> None:
         """Kill scorers that hang. Call it while groups are waited for, after those that have ended are finished."""
-        now = time.monotonic()
         for number, num_pending in enumerate(self._num_pending):
-            if not num_pending or now - self._waiting_since[number] <= self._timeout_s:
+            if not num_pending:
                 continue
-            _log.warning(
-                "scorer %d has %d groups and has finished none for %.0f s, although `reward.timeout_s` limits every "
-                "response; the scorer is restarted",
-                *(number, num_pending, self._timeout_s),
-            )
-            if self._processes[number]:
-                newest = max(self._processes[number], key=lambda process: process.created_s)
-                if folders := kill_on_nodes([newest], stacks=True):
-                    _log.warning("the stacks of scorer %d are in %s", number, ", ".join(folders))
-            else:  # it has never answered
-                ray.kill(self._scorers[number], no_restart=False)
+            if time.monotonic() - self._waiting_since[number] > self._timeout_s:
+                why = f"finished none for {self._timeout_s:.0f} s, although `reward.timeout_s` limits every response"
+            elif self._heartbeats[number].missed():
+                why = f"has not answered for {SILENT_S:.0f} s"
+            else:
+                continue
+            _log.warning("scorer %d has %d groups and %s; the scorer is restarted", number, num_pending, why)
+            self._end(number)
             self._waiting_since[number] = time.monotonic()
+
+    def _end(self, number: int) -> None:
+        """Write the stacks of a scorer that hangs, and kill it; Ray restarts it."""
+        if not self._processes[number]:  # it has never answered
+            ray.kill(self._scorers[number], no_restart=False)
+            return
+        newest = max(self._processes[number], key=lambda process: process.created_s)
+        if folders := kill_on_nodes([newest], stacks=True):
+            _log.warning("the stacks of scorer %d are in %s", number, ", ".join(folders))
 
 
 def _kind(error: ray.exceptions.RayError) -> type[PlacedError]:

@@ -52,6 +52,9 @@ class ScorerActor:
         node_id = str(ray.get_runtime_context().get_node_id())
         return ScorerAnswer(scores=scores, process=ProcessId.of_this_process(node_id), events=scorer.take_events())
 
+    async def alive(self) -> None:
+        """The empty call of `rollout.pool.heartbeat`."""
+
     async def close(self) -> None:
         """See `ResponseScorer.close`."""
         if self._scorer is not None:

@@ -22,6 +22,9 @@ from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.rewards.sample_rows import SampleRow, SampleWriter
 from rollout.types import GroupColumns, ScoredGroup
 
+_BESIDE_WORK = "beside_work"
+"""Concurrency group of a call that is answered while another one works."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TextParts:
@@ -54,7 +57,7 @@ class WrittenSamples:
     """The text actor's process; another one than before means that it died and was restarted."""
 
 
-@ray.remote
+@ray.remote(concurrency_groups={_BESIDE_WORK: 1})
 class TextActor:
     """Passes each call to the part that serves it."""
 
@@ -90,6 +93,10 @@ class TextActor:
         )
         node_id = str(ray.get_runtime_context().get_node_id())
         return WrittenSamples(rows=rows, process=ProcessId.of_this_process(node_id))
+
+    @ray.method(concurrency_group=_BESIDE_WORK)  # type: ignore[untyped-decorator]
+    def alive(self) -> None:
+        """The empty call of `rollout.pool.heartbeat`."""
 
     def close(self) -> None:
         """Nothing to end; `Processes.end` calls it for every actor."""

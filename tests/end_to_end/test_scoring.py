@@ -10,6 +10,8 @@ import ray
 
 from rollout.config import RewardConfig
 from rollout.data.tokenizer import Tokenizer
+from rollout.pool import heartbeat
+from rollout.pool.heartbeat import Heartbeat
 from rollout.types import GroupColumns, GroupId
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.deadline import DEADLINE_S
@@ -112,6 +114,43 @@ def test_a_text_actor_that_dies_writes_the_samples_after_its_restart(started, tm
     psutil.Process(before.pid).kill()
     after = ray.get(write("second"), timeout=DEADLINE_S).process
     assert after != before and {path.name for path in tmp_path.iterdir()} == {"first", "second"}
+
+
+def test_a_process_answers_its_heartbeat_while_its_work_waits(started, model, tmp_path):
+    """The scorer waits for a response without end, and the text actor for an object that comes after that."""
+    text, end = started(timeout_s=DEADLINE_S), tmp_path / "end"
+    hung = submit(text.scorers[0], model, 0, [f"until {end}"])
+    group = replace(scored_group(0), columns=hung)
+    writing = text.text_actor.write_samples.remote(
+        [group], samples_path=str(tmp_path / "samples"), traces_path="", num_returned=1
+    )
+    ray.get([actor.alive.remote() for actor in text.actors for _ in range(3)], timeout=DEADLINE_S)
+    assert ray.wait([writing, hung], timeout=0)[0] == []
+    end.touch()
+    assert ray.wait([hung, writing], num_returns=2, timeout=DEADLINE_S)[1] == []
+
+
+@pytest.mark.parametrize("name", ["scorer", "text actor"])
+def test_a_frozen_process_is_missed_and_its_successor_takes_over_its_call(started, model, tmp_path, name, monkeypatch):
+    """Only the heartbeat ends it: the time limits of the work are longer than the test."""
+    monkeypatch.setattr(heartbeat, "SILENT_S", 2.0)
+    monkeypatch.setattr(heartbeat, "LOOK_EVERY_S", 0.2)
+    text = started(timeout_s=DEADLINE_S)
+    actor = text.scorers[0] if name == "scorer" else text.text_actor
+
+    def work(number):
+        if name == "scorer":
+            return submit(actor, model, number, ["fine"])
+        return actor.write_samples.remote([], samples_path=str(tmp_path / f"{number}"), traces_path="", num_returned=1)
+
+    before = ray.get(work(0), timeout=DEADLINE_S).process
+    beat = Heartbeat(actor)
+    assert not beat.missed()
+    psutil.Process(before.pid).suspend()
+    call = work(1)
+    wait_for(beat.missed)
+    ray.kill(actor, no_restart=False)
+    assert ray.get(call, timeout=DEADLINE_S).process != before
 
 
 def test_scorers_work_side_by_side(started, model, tmp_path):

@@ -35,6 +35,7 @@ class TextActor:
 
 def test_a_step_with_more_prompts_than_there_are_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "get", lambda values: values)
+    monkeypatch.setattr(ray, "wait", lambda refs, **_: (refs, []))
     config = DataConfig(train=(DatasetConfig(path="few.jsonl"),))
     assert len(load_training_prompts(TextActor(), config, groups_per_step=3).by_id()) == 3
     with pytest.raises(ValueError, match=r"a step may sample 4 groups .*of 3 prompts"):

@@ -62,7 +62,8 @@ def evaluation(step: int, average: float) -> EvaluationRow:
 def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = [ProcessId(node_id="n", pid=pid, created_s=0.0) for pid in (7, 8)]  # the text actor was restarted
     answers = iter([WrittenSamples(rows=[], process=process) for process in processes])
-    monkeypatch.setattr(ray, "get", lambda ref, timeout: next(answers))
+    monkeypatch.setattr(ray, "get", lambda ref: next(answers))
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
     run = WandbRun()
     with RunDirectory(str(tmp_path / "run")) as directory:
         (directory.path / "wandb").mkdir(exist_ok=True)
