@@ -29,6 +29,8 @@ END_LIMIT_S = 60.0
 """Longest end; Ray gives each of its processes a second to end."""
 _AFTER_KILL_S = 5.0
 """For which the end may go on when the processes are dead."""
+_FRAMES = 6
+"""Innermost calls of a stack that the log names."""
 
 
 @contextmanager
@@ -84,9 +86,9 @@ def kill_families(roots: Sequence[psutil.Process]) -> None:
 
 def _give_up(what: str, limit_s: float, thread: int) -> None:
     """Say where a thread of this process waits, and kill Ray's processes."""
-    frame = sys._current_frames().get(thread)
-    where = "".join(traceback.format_stack(frame)) if frame is not None else "unknown\n"
-    _log.warning("Ray did not %s within %.0f s, so its processes are killed. It waited here:\n%s", what, limit_s, where)
+    frames = traceback.extract_stack(sys._current_frames().get(thread))[-_FRAMES:]
+    where = " > ".join(f"{Path(frame.filename).name}:{frame.lineno} {frame.name}" for frame in frames)
+    _log.warning("Ray waits in %s; it did not %s within %.0f s, so its processes are killed", where, what, limit_s)
     kill_families(_processes_of_ray())
 
 
