@@ -21,7 +21,13 @@ _COMMON: Mapping[str, object] = {
     "checkpoint": {"every": 1},
     "wandb": {"mode": "disabled"},
 }
-_ENGINE = {"max_num_seqs": 64, "kv_cache_bytes": 64 << 20, "progress_timeout_s": 20.0, "update_timeout_s": 60.0}
+_ENGINE = {
+    "max_num_seqs": 64,
+    "kv_cache_bytes": 64 << 20,
+    "progress_timeout_s": 20.0,
+    "update_timeout_s": 60.0,
+    "start_timeout_s": 150.0,
+}
 _TRAINER = {
     "dtype": "fp32",
     "max_micro_batch_tokens": 512,

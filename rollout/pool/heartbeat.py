@@ -51,7 +51,7 @@ class Heartbeat:
 
     def _read_answer(self) -> None:
         if self._asked is None:
-            self._silent_s = 0.0  # nobody has waited since the last answer
+            self._silent_s = 0.0  # the first look, or the first one at a successor
             return
         if not ray.wait([self._asked], timeout=0)[0]:
             return
