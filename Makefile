@@ -113,7 +113,7 @@ faults: $(STAMP) ## every process is killed and frozen in every phase, nodes of 
 	$(SUDO) $(RUN) -m tests.support.cluster.packages
 	$(SUDO) $(RUN) -m pytest -m faults tests/launcher/cluster $(PYTEST_ARGS)
 
-rehearse: $(VENV_CUDA)/.installed ## GPU code on stub devices, without a GPU; a quarter of an hour after `make setup-cuda`
+rehearse: $(VENV_CUDA)/.installed ## GPU code on stub devices, without a GPU; forty minutes after `make setup-cuda`
 	$(VENV_CUDA)/bin/python -m benchmarks.rehearsal --json runs/bench/rehearsal.json
 
 check: $(STAMP) ## lint, format, types, layering, packaging

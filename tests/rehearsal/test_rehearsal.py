@@ -1,4 +1,4 @@
-"""Cases on stub devices. They run in the environment of GPU machines (`make rehearse`) and take about ten minutes."""
+"""Cases on stub devices. They run in the environment of GPU machines (`make rehearse`) and take about forty minutes."""
 
 import os
 import subprocess
@@ -29,12 +29,18 @@ class Case:
     script: str
     arguments: Sequence[str] = ()
     num_devices: int = 1
+    computes: bool = False
+    """Kernels compute, on the host."""
     reuses_memory: bool = False
     """Torch keeps freed memory, which CUDA IPC needs. A new tensor is not zero then, although no kernel fills it."""
 
 
 def engine(format: str, *, drafts: bool = True, sleep: int = 0, eager: bool = True, kv_format: str = "bf16") -> Case:
     return Case(script="engine_case", arguments=(format, str(int(drafts)), str(sleep), str(int(eager)), kv_format))
+
+
+def numbers(format: str, *, sleep: int = 0) -> Case:
+    return Case(script="numbers_case", arguments=(format, "1", str(sleep)), computes=True)
 
 
 def trainer(fp8: str, format: str, recompute: str = "none", *, family: str = "blocks") -> Case:
@@ -72,6 +78,10 @@ CASES: dict[str, Case] = {
     "engine fp8_block, drafts": engine("fp8_block"),
     "engine fp8_channel, drafts, CUDA graphs, sleep level 2": engine("fp8_channel", sleep=2, eager=False),
     "engine int8, FP8 keys and values, drafts, CUDA graphs": engine("int8", eager=False, kv_format="fp8"),
+    "numbers of an engine in bf16, drafts": numbers("bf16"),
+    "numbers of an engine in int8, drafts, sleep level 2": numbers("int8", sleep=2),
+    "numbers of an engine in fp8_channel, drafts": numbers("fp8_channel"),
+    "numbers of an engine in fp8_block, drafts": numbers("fp8_block"),
     "trainer bf16": trainer("none", "bf16"),
     "trainer bf16 with experts": trainer("none", "bf16", family="expert_blocks"),
     "trainer bf16 with experts, recompute": trainer("none", "bf16", "full", family="expert_blocks"),
@@ -105,7 +115,13 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_case_passes_every_stage(stub: Path, tmp_path: Path, name: str, record_property) -> None:
     case = CASES[name]
     paths = f"{SOURCES / 'site'}:{ROOT}"
-    chosen = environment(stub, num_devices=case.num_devices, path=os.environ["PATH"], reuses_memory=case.reuses_memory)
+    chosen = environment(
+        stub,
+        num_devices=case.num_devices,
+        path=os.environ["PATH"],
+        reuses_memory=case.reuses_memory,
+        computes=case.computes,
+    )
     notes = tmp_path / "stood_in_for"
     notes.mkdir()
     variables = {**os.environ, **chosen, "PYTHONPATH": paths, NOTES: str(notes)}

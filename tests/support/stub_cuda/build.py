@@ -40,10 +40,13 @@ def build(target: Path) -> None:
     (programs / "nvidia-smi").chmod(0o755)
 
 
-def environment(target: Path, *, num_devices: int, path: str, reuses_memory: bool = False) -> dict[str, str]:
+def environment(
+    target: Path, *, num_devices: int, path: str, reuses_memory: bool = False, computes: bool = False
+) -> dict[str, str]:
     """Variables of a program that sees `num_devices` devices; `path` is its PATH.
 
-    With `reuses_memory` torch keeps freed memory, so that a new tensor holds what an earlier one has left.
+    With `reuses_memory` torch keeps freed memory, so that a new tensor holds what an earlier one has left. With
+    `computes` kernels have results (`twins`).
     """
     preloaded = ("libcuda.so.1", *VERSIONS.values(), "libnccl.so.2")
     return {
@@ -56,6 +59,7 @@ def environment(target: Path, *, num_devices: int, path: str, reuses_memory: boo
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # memory of a new allocation is zero, as no kernel fills it
         **({} if reuses_memory else {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}),
+        **({"STUB_CUDA_COMPUTES": "1", "TRITON_INTERPRET": "1"} if computes else {}),
     }
 
 

@@ -14,6 +14,8 @@ from types import ModuleType
 
 NOTES = "STOOD_IN_FOR"
 """Environment variable of that folder."""
+COMPUTES = "STUB_CUDA_COMPUTES" in os.environ
+"""Whether torch's operations on stub devices compute (`tests.support.stub_cuda.twins`)."""
 TORCH_SHARES = "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ
 
 
@@ -205,7 +207,34 @@ def _objects(module: ModuleType) -> None:
         on_devices(stand_in)
 
 
+def _twins(module: ModuleType) -> None:
+    from tests.support.stub_cuda import twins
+
+    twins.install()
+
+
+def _vllm_twins(module: ModuleType) -> None:
+    from tests.support.stub_cuda import vllm_twins
+
+    vllm_twins.install(*_NAMESPACES[module.__name__])
+
+
+def _top_k(module: ModuleType) -> None:
+    """Triton's interpreter cannot run the kernel; vLLM has a form without it."""
+    plain = lambda logits, k, p: module.apply_top_k_top_p_pytorch(logits, k, p)  # noqa: E731
+    module.apply_top_k_top_p_triton = noted("the largest logits", plain)
+
+
+_NAMESPACES = {
+    "vllm._custom_ops": ("_C", "_C_cache_ops"),
+    "vllm.vllm_flash_attn.flash_attn_interface": ("_vllm_fa3_C",),
+}
+"""Of vLLM's operations, by the module whose import loads them."""
+
+_TOP_K = "vllm.v1.sample.ops.topk_topp_sampler"
+
 INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
+    **({"torch": _twins, **dict.fromkeys(_NAMESPACES, _vllm_twins), _TOP_K: _top_k} if COMPUTES else {}),
     "torch.distributed.distributed_c10d": _objects,
     "vllm.v1.outputs": _outputs,
     "rollout.transports.checksum": _checksum,

@@ -1,0 +1,142 @@
+"""vLLM's own kernels on stub devices, for the formats that the rehearsal compares with Hugging Face.
+
+Each function has the arguments of an operation of vLLM 0.25.1 (`csrc/`, `vllm_flash_attn`) as tensors of the host that
+share the device's memory, and writes its results into them. Only the arguments that our engines use are honoured; an
+assertion says so for the others.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from tests.support.stub_cuda.twins import kernel
+
+_libraries: list[torch.library.Library] = []
+
+
+def rms_norm(result, input, weight, epsilon):
+    wide = input.float()
+    normal = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(input.dtype)
+    result.copy_(normal if weight is None else normal * weight)
+
+
+def fused_add_rms_norm(input, residual, weight, epsilon):
+    residual.add_(input)
+    rms_norm(input, residual, weight, epsilon)
+
+
+def silu_and_mul(result, input):
+    gate, up = input.chunk(2, dim=-1)
+    result.copy_(torch.nn.functional.silu(gate.float()).to(input.dtype) * up)
+
+
+def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, rope_dim_offset=0, inverse=False):
+    assert is_neox and not rope_dim_offset and not inverse
+    cos, sin = cos_sin_cache[positions.flatten()].chunk(2, dim=-1)
+    half = cos.shape[-1]
+    for heads in (query, key):
+        if heads is not None:
+            rows = heads.view(len(cos), -1, head_size)
+            first, second = rows[..., :half].clone(), rows[..., half : 2 * half].clone()
+            rows[..., :half] = first * cos[:, None] - second * sin[:, None]
+            rows[..., half : 2 * half] = second * cos[:, None] + first * sin[:, None]
+
+
+def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
+    assert kv_cache_dtype == "auto", kv_cache_dtype
+    used = slot_mapping >= 0
+    slots, count = slot_mapping[used], len(slot_mapping)
+    blocks, places = slots // key_cache.shape[1], slots % key_cache.shape[1]
+    key_cache[blocks, places] = key[:count][used]
+    value_cache[blocks, places] = value[:count][used]
+
+
+def attention_of_rows(query, key_cache, value_cache, out, starts, lengths, pages, scale):
+    """Causal attention of each sequence over its pages; its queries are its last tokens."""
+    for number, length in enumerate(lengths.tolist()):
+        begin, end = starts[number].item(), starts[number + 1].item()
+        if begin == end or not length:
+            continue
+        keys, values = (
+            cache[pages[number].long()].flatten(0, 1)[:length].float().transpose(0, 1)
+            for cache in (key_cache, value_cache)
+        )
+        rows = query[begin:end].float().transpose(0, 1)
+        copies = rows.shape[0] // keys.shape[0]
+        scores = rows @ keys.repeat_interleave(copies, 0).transpose(1, 2) * scale
+        places = torch.arange(length - (end - begin), length)
+        scores.masked_fill_(torch.arange(length) > places[:, None], float("-inf"))
+        mixed = scores.softmax(-1) @ values.repeat_interleave(copies, 0)
+        out[begin:end] = mixed.transpose(0, 1).to(out.dtype)
+
+
+def flash_attention_3(q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, *rest):
+    """`rest` begins with cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table."""
+    seqused_k, page_table, softmax_scale = rest[2], rest[5], rest[14]
+    assert out is not None and page_table is not None and seqused_k is not None and k_new is None
+    attention_of_rows(q, k, v, out, cu_seqlens_q, seqused_k, page_table, softmax_scale)
+    return [out, torch.zeros(q.shape[1], q.shape[0]), out.new_empty(0), out.new_empty(0)]
+
+
+def dynamic_scaled_int8_quant(result, input, scale, azp):
+    assert azp is None
+    wide = input.float()
+    scale.copy_(wide.abs().amax(-1, keepdim=True) / 127.0)
+    result.copy_((wide / scale.clamp(min=1e-30)).round().clamp(-128, 127))
+
+
+def dynamic_per_token_scaled_fp8_quant(result, input, scale, scale_ub):
+    assert scale_ub is None
+    _into_fp8(result, input.float(), scale)
+
+
+def per_token_group_fp8_quant(input, output_q, output_s, group_size, eps, fp8_min, fp8_max, scale_ue8m0, *layout):
+    """`layout` says how the strides of `output_s` came about."""
+    assert not scale_ue8m0
+    groups = input.float().reshape(*input.shape[:-1], -1, group_size)
+    scales = torch.empty(*groups.shape[:-1], 1)
+    codes = torch.empty(groups.shape, dtype=output_q.dtype)
+    _into_fp8(codes, groups, scales)
+    output_q.copy_(codes.reshape(input.shape))
+    output_s.copy_(scales[..., 0])
+
+
+def _into_fp8(codes, wide, scale):
+    largest = torch.finfo(codes.dtype).max
+    scale.copy_((wide.abs().amax(-1, keepdim=True) / largest).clamp(min=1.0 / (largest * 512.0)))
+    codes.copy_((wide / scale).clamp(-largest, largest).to(codes.dtype))
+
+
+def cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias):
+    """Scales of rows and columns, or of groups of 128 inputs and of blocks of 128 x 128 weights."""
+    left, right = a.float(), b.float()
+    if b_scales.numel() == b.shape[1] or b_scales.numel() == 1:
+        wide = (left @ right) * a_scales.reshape(-1, 1) * b_scales.reshape(1, -1)
+    else:
+        of_blocks = b_scales.repeat_interleave(128, 0)[: b.shape[0]].repeat_interleave(128, 1)[:, : b.shape[1]]
+        wide = (left * a_scales.repeat_interleave(128, 1)[:, : a.shape[1]]) @ (right * of_blocks)
+    out.copy_(wide if bias is None else wide + bias)
+
+
+KERNELS: dict[str, Callable[..., object]] = {
+    "_C::rms_norm": rms_norm,
+    "_C::fused_add_rms_norm": fused_add_rms_norm,
+    "_C::silu_and_mul": silu_and_mul,
+    "_C::rotary_embedding": rotary_embedding,
+    "_C::dynamic_scaled_int8_quant": dynamic_scaled_int8_quant,
+    "_C::dynamic_per_token_scaled_fp8_quant": dynamic_per_token_scaled_fp8_quant,
+    "_C::per_token_group_fp8_quant": per_token_group_fp8_quant,
+    "_C::cutlass_scaled_mm": cutlass_scaled_mm,
+    "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
+    "_vllm_fa3_C::fwd": flash_attention_3,
+}
+
+
+def install(*namespaces: str) -> None:
+    """Replace the kernels of these namespaces, which are loaded."""
+    for name, function in KERNELS.items():
+        namespace, _, operation = name.partition("::")
+        if namespace in namespaces:
+            library = torch.library.Library(namespace, "IMPL", "CUDA")
+            library.impl(operation, kernel(function), "CUDA", allow_override=True)
+            _libraries.append(library)
