@@ -93,7 +93,14 @@ def _largest(numbers: torch.Tensor, written: torch.Tensor) -> float:
 
 
 def set_scales(layer: Attention, *, key: float, value: float) -> None:
-    """Set both scales of a layer for numbers of up to `HEADROOM` times these."""
+    """Set both scales of a layer for numbers of up to `HEADROOM` times these.
+
+    Queries become codes at a scale of 1. An engine that starts without weights has random numbers in every buffer of
+    its model, also in this one (vLLM 0.25.1: `initialize_dummy_weights`).
+    """
+    for side in ("q", "prob"):
+        getattr(layer, f"_{side}_scale").fill_(1.0)
+        setattr(layer, f"_{side}_scale_float", 1.0)
     for side, largest in (("k", key), ("v", value)):
         scale = max(largest, torch.finfo(torch.float32).tiny) * HEADROOM / E4M3_MAX
         getattr(layer, f"_{side}_scale").fill_(scale)  # in place, because kernels of captured graphs read it

@@ -1,4 +1,6 @@
-"""An engine on a stub device emits tokens whose log-probabilities are the model's: `numbers_case FORMAT DRAFTS SLEEP`.
+"""An engine on a stub device emits tokens whose log-probabilities are the model's.
+
+    numbers_case FORMAT DRAFTS SLEEP KV_FORMAT
 
 Kernels compute on the host here (`tests.support.stub_cuda.twins`, Triton's interpreter), behind the code path of GPUs.
 The reference is Hugging Face's model with the same weights, dequantised, in float32.
@@ -61,7 +63,8 @@ class NumbersCase(Case):
     """An engine, compared with the reference."""
 
     def compare(self, found: np.ndarray, expected: np.ndarray) -> None:
-        format = self.engine.spec.config.format
+        config = self.engine.spec.config
+        format = "fp8_channel" if config.kv_format == "fp8" else config.format
         gaps = np.abs(found - expected)
         assert found.shape == expected.shape, (found.shape, expected.shape)
         print(f"largest difference of a log-probability {gaps.max():.4f}, mean {gaps.mean():.4f}")
@@ -95,12 +98,12 @@ class NumbersCase(Case):
         self.compare(np.asarray(answer), reference.logprobs(PROBE))
 
 
-def main(format: str, drafts: str, sleep: str) -> None:
+def main(format: str, drafts: str, sleep: str, kv_format: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         directory = save_checkpoint(Path(folder) / "model", FAMILY, make_weights(FAMILY, 7), "bf16")
         segments = Path(folder) / "segments"
         segments.mkdir()
-        case = NumbersCase(spec_of(directory, str(segments), format, drafts == "1", int(sleep), True, "bf16"))
+        case = NumbersCase(spec_of(directory, str(segments), format, drafts == "1", int(sleep), True, kv_format))
         try:
             rehearse(case, Reference(format), sleeps=sleep != "0")
         finally:

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.rehearsal
 
 
 COLOCATED = ("trainer.parallel.tensor=2", "engine.tensor_parallel=2")
-DISAGGREGATED = ("placement.mode=disaggregated", "trainer.parallel.tensor=2", "planner.overlap=1")
+DISAGGREGATED = (
+    "placement.mode=disaggregated",
+    "trainer.parallel.tensor=2",
+    "planner.overlap=1",
+    "planner.max_staleness=1",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +44,8 @@ def engine(format: str, *, drafts: bool = True, sleep: int = 0, eager: bool = Tr
     return Case(script="engine_case", arguments=(format, str(int(drafts)), str(sleep), str(int(eager)), kv_format))
 
 
-def numbers(format: str, *, sleep: int = 0) -> Case:
-    return Case(script="numbers_case", arguments=(format, "1", str(sleep)), computes=True)
+def numbers(format: str, *, sleep: int = 0, kv_format: str = "bf16") -> Case:
+    return Case(script="numbers_case", arguments=(format, "1", str(sleep), kv_format), computes=True)
 
 
 def trainer(fp8: str, format: str, recompute: str = "none", *, family: str = "blocks") -> Case:
@@ -80,6 +85,7 @@ CASES: dict[str, Case] = {
     "engine int8, FP8 keys and values, drafts, CUDA graphs": engine("int8", eager=False, kv_format="fp8"),
     "numbers of an engine in bf16, drafts": numbers("bf16"),
     "numbers of an engine in int8, drafts, sleep level 2": numbers("int8", sleep=2),
+    "numbers of an engine in int8, FP8 keys and values, drafts": numbers("int8", kv_format="fp8"),
     "numbers of an engine in fp8_channel, drafts": numbers("fp8_channel"),
     "numbers of an engine in fp8_block, drafts": numbers("fp8_block"),
     "trainer bf16": trainer("none", "bf16"),

@@ -31,6 +31,7 @@ class Layer(AttentionLayerBase):
         self.impl = backend()
         self._k_scale, self._v_scale = torch.tensor(1.0), torch.tensor(1.0)
         self._k_scale_float = self._v_scale_float = 1.0
+        self._q_scale, self._prob_scale = torch.tensor(-3e-4), torch.tensor(2e-4)  # as vLLM's dummy weights leave them
 
     def write(self, key: torch.Tensor, value: torch.Tensor, slots: list[int]) -> None:
         self.impl.do_kv_cache_update(self, key, value, torch.zeros(0), torch.tensor(slots))
@@ -52,6 +53,8 @@ def test_a_layer_writes_with_the_scales_of_what_it_writes_and_keeps_them_afterwa
     expected = 7.0 * 4 / 448, 3.5 * 4 / 448
     assert layer.impl.written == [pytest.approx(expected)]
     assert (float(layer._k_scale), float(layer._v_scale)) == pytest.approx(expected)
+    assert (float(layer._q_scale), float(layer._prob_scale)) == (1.0, 1.0)
+    assert (layer._q_scale_float, layer._prob_scale_float) == (1.0, 1.0)
     layer.write(10 * key, value, slots=[32, 33, -1])
     assert layer.impl.written[1] == layer.impl.written[0]
 

@@ -43,38 +43,47 @@ def rotary_embedding(positions, query, key, head_size, cos_sin_cache, is_neox, r
 
 
 def reshape_and_cache_flash(key, value, key_cache, value_cache, slot_mapping, kv_cache_dtype, k_scale, v_scale):
-    assert kv_cache_dtype == "auto", kv_cache_dtype
     used = slot_mapping >= 0
     slots, count = slot_mapping[used], len(slot_mapping)
     blocks, places = slots // key_cache.shape[1], slots % key_cache.shape[1]
-    key_cache[blocks, places] = key[:count][used]
-    value_cache[blocks, places] = value[:count][used]
+    for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        new = rows[:count][used]
+        if kv_cache_dtype == "auto":
+            cache[blocks, places] = new
+        else:
+            codes = torch.empty_like(new, dtype=torch.float8_e4m3fn)
+            static_scaled_fp8_quant(codes, new, scale)
+            cache.view(torch.uint8)[blocks, places] = codes.view(torch.uint8)
 
 
-def attention_of_rows(query, key_cache, value_cache, out, starts, lengths, pages, scale):
-    """Causal attention of each sequence over its pages; its queries are its last tokens."""
+def static_scaled_fp8_quant(result, input, scale, group_shape=None):
+    assert scale.numel() == 1, scale.shape
+    largest = torch.finfo(result.dtype).max
+    result.copy_((input.float() / scale).clamp(-largest, largest).to(result.dtype))
+
+
+def flash_attention_3(q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, *rest):
+    """Causal attention of each sequence over its pages; its queries are its last tokens.
+
+    `rest` begins with cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table.
+    """
+    lengths, pages, descales, softmax_scale = rest[2], rest[5], rest[11:14], rest[14]
+    assert out is not None and pages is not None and lengths is not None and k_new is None
     for number, length in enumerate(lengths.tolist()):
-        begin, end = starts[number].item(), starts[number + 1].item()
+        begin, end = cu_seqlens_q[number : number + 2].tolist()
         if begin == end or not length:
             continue
-        keys, values = (
-            cache[pages[number].long()].flatten(0, 1)[:length].float().transpose(0, 1)
-            for cache in (key_cache, value_cache)
+        found = q[begin:end], *(cache[pages[number].long()].flatten(0, 1)[:length] for cache in (k, v))
+        queries, keys, values = (
+            part.float().transpose(0, 1) * (1.0 if scale is None else scale[number].max())
+            for part, scale in zip(found, descales, strict=True)
         )
-        rows = query[begin:end].float().transpose(0, 1)
-        copies = rows.shape[0] // keys.shape[0]
-        scores = rows @ keys.repeat_interleave(copies, 0).transpose(1, 2) * scale
+        copies = queries.shape[0] // keys.shape[0]
+        scores = queries @ keys.repeat_interleave(copies, 0).transpose(1, 2) * softmax_scale
         places = torch.arange(length - (end - begin), length)
         scores.masked_fill_(torch.arange(length) > places[:, None], float("-inf"))
         mixed = scores.softmax(-1) @ values.repeat_interleave(copies, 0)
         out[begin:end] = mixed.transpose(0, 1).to(out.dtype)
-
-
-def flash_attention_3(q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, *rest):
-    """`rest` begins with cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table."""
-    seqused_k, page_table, softmax_scale = rest[2], rest[5], rest[14]
-    assert out is not None and page_table is not None and seqused_k is not None and k_new is None
-    attention_of_rows(q, k, v, out, cu_seqlens_q, seqused_k, page_table, softmax_scale)
     return [out, torch.zeros(q.shape[1], q.shape[0]), out.new_empty(0), out.new_empty(0)]
 
 
@@ -124,6 +133,7 @@ KERNELS: dict[str, Callable[..., object]] = {
     "_C::silu_and_mul": silu_and_mul,
     "_C::rotary_embedding": rotary_embedding,
     "_C::dynamic_scaled_int8_quant": dynamic_scaled_int8_quant,
+    "_C::static_scaled_fp8_quant": static_scaled_fp8_quant,
     "_C::dynamic_per_token_scaled_fp8_quant": dynamic_per_token_scaled_fp8_quant,
     "_C::per_token_group_fp8_quant": per_token_group_fp8_quant,
     "_C::cutlass_scaled_mm": cutlass_scaled_mm,
