@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness.record import Goal, Row, arguments, write
+from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
 
 REHEARSED = (
     *("rollout.engine.actor", "rollout.worker.worker", "rollout.worker.proposer", "rollout.transports.cuda_ipc"),
@@ -74,15 +74,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run all cases and write the record; the exit code is 1 if one fails."""
     parser = arguments("GPU code on stub devices.")
     parser.add_argument("--only", default="", help="cases whose name this expression of pytest's -k selects")
+    parser.add_argument("--resume", action="store_true", help="keep the record's rows of cases that are not selected")
     options = parser.parse_args(argv)
     chosen = options.only or ("imports" if options.quick else "")
     collector = Collector()
     pytest.main([str(FOLDER), "-q", "-m", "rehearsal", *(["-k", chosen] if chosen else [])], plugins=[collector])
-    rows = list(collector.rows.values())
-    ran = [row for row in rows if row["outcome"] != "not run"]
+    ran = [row for row in collector.rows.values() if row["outcome"] != "not run"]
     if not ran:
         print("no case has run; run `make rehearse`", file=sys.stderr)
         return 1
+    before = {row["case"]: row for row in rows_before(options.json, resume=options.resume)}
+    rows = [row if row in ran else before.get(case, row) for case, row in collector.rows.items()]
     passed = [bool(row["passed"]) for row in rows]
     for row in rows:
         print(f"{row['outcome']:12} {row['case']}: {row['stages']} stages {row['stood_in_for'] or row['fault']}")
