@@ -101,7 +101,11 @@ class LoadedSums:
 
 
 def _through_experts(layer: torch.nn.Module, hidden_size: int, dtype: torch.dtype) -> torch.Tensor:
-    """Outputs of each expert, or of this rank's rows of it, for `expert_inputs`: [experts, tokens, hidden]."""
+    """Outputs of each expert, or of this rank's rows of it, for `expert_inputs`: [experts, tokens, hidden].
+
+    Kernels take as many experts for a token as the model does (vLLM 0.25.1: `MoEPermuteScratch.validate`). All but the
+    first have the weight 0.
+    """
     method = layer.quant_method
     assert isinstance(method, FusedMoEMethodBase)
     if method.is_monolithic:
@@ -111,12 +115,16 @@ def _through_experts(layer: torch.nn.Module, hidden_size: int, dtype: torch.dtyp
     inputs = expert_inputs(hidden_size)
     count = cast(int, layer.local_num_experts)
     device = next(layer.parameters()).device
-    chosen = torch.arange(count, device=device, dtype=method.topk_indices_dtype or torch.int32)
+    per_token = cast(int, layer.top_k)
+    first = torch.arange(count, device=device).repeat_interleave(len(inputs)).unsqueeze(1)
+    chosen = (first + torch.arange(per_token, device=device)) % count
+    weights = torch.zeros(chosen.shape, device=device)
+    weights[:, 0] = 1.0
     outputs: torch.Tensor = method.apply(
         layer=layer,
         x=inputs.to(device, dtype).repeat(count, 1),
-        topk_weights=torch.ones(count * len(inputs), 1, device=device),
-        topk_ids=chosen.repeat_interleave(len(inputs)).unsqueeze(1),
+        topk_weights=weights,
+        topk_ids=chosen.to(method.topk_indices_dtype or torch.int32),
         shared_experts=None,
         shared_experts_input=None,
     )

@@ -68,15 +68,16 @@ def spec_of(
 class Case:
     """One engine, whose calls run on one event loop."""
 
-    def __init__(self, spec: EngineSpec) -> None:
+    def __init__(self, spec: EngineSpec, family: str = FAMILY) -> None:
         self.engine, self._loop = Engine(spec), asyncio.new_event_loop()
+        self._family = family
 
     def run(self, name: str, call: Callable[[], Coroutine[object, object, object]]) -> object:
         return stage(name, lambda: self._loop.run_until_complete(call()))
 
     async def publish(self, senders: list[ShmSender], version: int) -> None:
         format = self.engine.spec.config.format
-        tensors = stacked(in_format(make_weights(FAMILY, 1), format))
+        tensors = stacked(in_format(make_weights(self._family, 1), format))
         found = pack(tensors, version, format, num_ranks=2, required=self.engine.weights.required)
         segments = {rank: found.send(sender, rank) for rank, sender in enumerate(senders)}
         await self.engine.weights.update(found.manifest, segments)

@@ -1,6 +1,6 @@
 """An engine on a stub device emits tokens whose log-probabilities are the model's.
 
-    numbers_case FORMAT DRAFTS SLEEP KV_FORMAT
+    numbers_case FAMILY FORMAT SLEEP KV_FORMAT
 
 Kernels compute on the host here (`tests.support.stub_cuda.twins`, Triton's interpreter), behind the code path of GPUs.
 The reference is Hugging Face's model with the same weights, dequantised, in float32.
@@ -20,12 +20,13 @@ from rollout.engine.state import EngineStatus
 from rollout.transports.base import ShmChannel
 from rollout.transports.shm import ShmSender
 from rollout.types import GroupId
-from tests.rehearsal.engine_case import FAMILY, GROUP, PROBE, RUN_ID, Case, spec_of
+from tests.rehearsal.engine_case import GROUP, PROBE, RUN_ID, Case, spec_of
 from tests.rehearsal.stages import stage
-from tests.support.engines.tiny_vllm_models import END_ID, FAMILIES, in_format, make_weights, save_checkpoint
+from tests.support.engines.tiny_vllm_models import END_ID, in_format, make_weights, save_checkpoint
 
-MOST = {"bf16": 0.06, "int8": 0.2, "fp8_channel": 0.4, "fp8_block": 0.4}
-"""Largest difference of a log-probability: rounding of BF16, and of inputs to 8 bits, over two layers."""
+MOST = {"bf16": 0.2, "int8": 0.2, "fp8_channel": 0.4, "fp8_block": 0.4}
+"""Largest difference of a log-probability: rounding of BF16, and of inputs to 8 bits, over two layers. Where two experts
+are close, rounding also chooses another one."""
 MEAN = {"bf16": 0.012, "int8": 0.04, "fp8_channel": 0.09, "fp8_block": 0.09}
 
 NUM_TOKENS = 24
@@ -44,12 +45,11 @@ def dense(tensors: dict[str, torch.Tensor], name: str) -> torch.Tensor:
 class Reference:
     """The model in float32."""
 
-    def __init__(self, format: str) -> None:
-        tensors = in_format(make_weights(FAMILY, 1), format)
-        self._model = AutoModelForCausalLM.from_config(FAMILIES[FAMILY]).float().eval()
-        self._model.load_state_dict(
-            {name: dense(tensors, name) for name in tensors if not name.endswith(("_scale", "_scale_inv"))}
-        )
+    def __init__(self, folder: Path, family: str, format: str) -> None:
+        tensors = in_format(make_weights(family, 1), format)
+        wide = {name: dense(tensors, name) for name in tensors if not name.endswith(("_scale", "_scale_inv"))}
+        directory = save_checkpoint(folder / "reference", family, wide, "bf16")
+        self._model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
     def logprobs(self, token_ids: list[int]) -> np.ndarray:
         """Of each token after the first."""
@@ -74,38 +74,35 @@ class NumbersCase(Case):
         """Twice with the same seeds; the second group is drafted from the text of the first."""
         self.engine.weights.status = EngineStatus.APPLYING
         await self.engine.weights.resume()
-        texts = [await self.responses(number, reference) for number in range(2)]
-        if self.engine.spec.config.format == "bf16":  # in 8 bits another batch may round another input
-            assert texts[0] == texts[1]
+        for number in range(2):
+            await self.responses(number, reference)
         stats = await self.engine.draft_stats()
-        assert (stats.num_drafted > 0) == (self.engine.spec.drafts is not None), stats
+        assert 0 < stats.num_accepted <= stats.num_drafted, stats
         print(f"drafted {stats.num_drafted}, accepted {stats.num_accepted}")
 
-    async def responses(self, number: int, reference: Reference) -> list[list[int]]:
+    async def responses(self, number: int, reference: Reference) -> None:
         sampling = replace(GROUP.sampling, max_response_tokens=NUM_TOKENS)
         _, columns = await self.engine.generate_group(replace(GROUP, group_id=GroupId(number), sampling=sampling))
         assert len(columns.rollout_logprobs) == len(columns.response_ids) == columns.offsets[-1]
-        texts = []
         for begin, end in itertools.pairwise(columns.offsets):
-            texts.append(columns.response_ids[begin:end].tolist())
-            assert len(texts[-1]) == NUM_TOKENS or texts[-1][-1] == END_ID
-            expected = reference.logprobs([*GROUP.prompt.token_ids.tolist(), *texts[-1]])
-            self.compare(columns.rollout_logprobs[begin:end], expected[-len(texts[-1]) :])
-        return texts
+            response = columns.response_ids[begin:end].tolist()
+            assert len(response) == NUM_TOKENS or response[-1] == END_ID
+            expected = reference.logprobs([*GROUP.prompt.token_ids.tolist(), *response])
+            self.compare(columns.rollout_logprobs[begin:end], expected[-len(response) :])
 
     async def probe(self, reference: Reference) -> None:
         answer = await self.engine.weights.probe(PROBE)
         self.compare(np.asarray(answer), reference.logprobs(PROBE))
 
 
-def main(format: str, drafts: str, sleep: str, kv_format: str) -> None:
+def main(family: str, format: str, sleep: str, kv_format: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        directory = save_checkpoint(Path(folder) / "model", FAMILY, make_weights(FAMILY, 7), "bf16")
+        directory = save_checkpoint(Path(folder) / "model", family, make_weights(family, 7), "bf16")
         segments = Path(folder) / "segments"
         segments.mkdir()
-        case = NumbersCase(spec_of(directory, str(segments), format, drafts == "1", int(sleep), True, kv_format))
+        case = NumbersCase(spec_of(directory, str(segments), format, True, int(sleep), True, kv_format), family)
         try:
-            rehearse(case, Reference(format), sleeps=sleep != "0")
+            rehearse(case, Reference(Path(folder), family, format), sleeps=sleep != "0")
         finally:
             stage("shut down", case.engine.shutdown)
 

@@ -44,8 +44,8 @@ def engine(format: str, *, drafts: bool = True, sleep: int = 0, eager: bool = Tr
     return Case(script="engine_case", arguments=(format, str(int(drafts)), str(sleep), str(int(eager)), kv_format))
 
 
-def numbers(format: str, *, sleep: int = 0, kv_format: str = "bf16") -> Case:
-    return Case(script="numbers_case", arguments=(format, "1", str(sleep), kv_format), computes=True)
+def numbers(format: str, *, family: str = "blocks", sleep: int = 0, kv_format: str = "bf16") -> Case:
+    return Case(script="numbers_case", arguments=(family, format, str(sleep), kv_format), computes=True)
 
 
 def trainer(fp8: str, format: str, recompute: str = "none", *, family: str = "blocks") -> Case:
@@ -88,6 +88,7 @@ CASES: dict[str, Case] = {
     "numbers of an engine in int8, FP8 keys and values, drafts": numbers("int8", kv_format="fp8"),
     "numbers of an engine in fp8_channel, drafts": numbers("fp8_channel"),
     "numbers of an engine in fp8_block, drafts": numbers("fp8_block"),
+    "numbers of an engine with experts in bf16, drafts": numbers("bf16", family="experts"),
     "trainer bf16": trainer("none", "bf16"),
     "trainer bf16 with experts": trainer("none", "bf16", family="expert_blocks"),
     "trainer bf16 with experts, recompute": trainer("none", "bf16", "full", family="expert_blocks"),

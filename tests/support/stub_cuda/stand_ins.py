@@ -225,16 +225,40 @@ def _top_k(module: ModuleType) -> None:
     module.apply_top_k_top_p_triton = noted("the largest logits", plain)
 
 
+def _interpreter(module: ModuleType) -> None:
+    """Triton's interpreter keeps BF16 as its bits, and multiplies matrices of them as integers (Triton 3.6)."""
+    import numpy as np
+    import triton.language as tl
+
+    multiply = module.InterpreterBuilder.create_dot
+
+    def wide(handle):
+        if handle.dtype.scalar != tl.bfloat16:
+            return handle
+        bits = handle.data.view(np.uint16).astype(np.uint32) << 16
+        return module.TensorHandle(bits.view(np.float32), tl.float32)
+
+    def create_dot(self, a, b, *rest):
+        return multiply(self, wide(a), wide(b), *rest)
+
+    module.InterpreterBuilder.create_dot = create_dot
+
+
 _NAMESPACES = {
-    "vllm._custom_ops": ("_C", "_C_cache_ops"),
+    "vllm._custom_ops": ("_C", "_C_cache_ops", "_moe_C"),
     "vllm.vllm_flash_attn.flash_attn_interface": ("_vllm_fa3_C",),
 }
 """Of vLLM's operations, by the module whose import loads them."""
 
+_INTERPRETER = "triton.runtime.interpreter"
 _TOP_K = "vllm.v1.sample.ops.topk_topp_sampler"
 
 INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
-    **({"torch": _twins, **dict.fromkeys(_NAMESPACES, _vllm_twins), _TOP_K: _top_k} if COMPUTES else {}),
+    **(
+        {"torch": _twins, **dict.fromkeys(_NAMESPACES, _vllm_twins), _TOP_K: _top_k, _INTERPRETER: _interpreter}
+        if COMPUTES
+        else {}
+    ),
     "torch.distributed.distributed_c10d": _objects,
     "vllm.v1.outputs": _outputs,
     "rollout.transports.checksum": _checksum,

@@ -88,7 +88,8 @@ def kernel(operation: Callable[..., object]) -> Callable[..., object]:
                 return value
             return by_alias[id(value)] if id(value) in by_alias else to_device(value, device)
 
-        result = operation(*tree_map(host, args), **tree_map(host, options))
+        chosen = _form_for(operation, args) if isinstance(operation, torch._ops.OpOverload) else operation
+        result = chosen(*tree_map(host, args), **tree_map(host, options))
         for alias, value in given:
             if alias.shape != value.shape:  # an empty result that the operation has filled
                 value.resize_(alias.shape)
@@ -96,6 +97,15 @@ def kernel(operation: Callable[..., object]) -> Callable[..., object]:
         return tree_map(back, result)
 
     return call
+
+
+def _form_for(operation: torch._ops.OpOverload, args: tuple[object, ...]) -> Callable[..., object]:
+    """Torch hands over a number that stands for a tensor as a number; another form of the operation takes that."""
+    has_number = any(
+        isinstance(value, int | float) and isinstance(expected.type, torch.TensorType)
+        for value, expected in zip(args, operation._schema.arguments, strict=False)
+    )
+    return operation.overloadpacket if has_number else operation
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -65,9 +65,11 @@ def static_scaled_fp8_quant(result, input, scale, group_shape=None):
 def flash_attention_3(q, k, v, k_new, v_new, q_v, out, cu_seqlens_q, cu_seqlens_k, *rest):
     """Causal attention of each sequence over its pages; its queries are its last tokens.
 
-    `rest` begins with cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table.
+    `rest` begins with cu_seqlens_k_new, seqused_q, seqused_k, max_seqlen_q, max_seqlen_k, page_table. Scales count for
+    FP8 only, as in the kernel.
     """
-    lengths, pages, descales, softmax_scale = rest[2], rest[5], rest[11:14], rest[14]
+    lengths, pages, softmax_scale = rest[2], rest[5], rest[14]
+    descales = rest[11:14] if q.dtype == torch.float8_e4m3fn else (None, None, None)
     assert out is not None and pages is not None and lengths is not None and k_new is None
     for number, length in enumerate(lengths.tolist()):
         begin, end = cu_seqlens_q[number : number + 2].tolist()
@@ -127,6 +129,33 @@ def cutlass_scaled_mm(out, a, b, a_scales, b_scales, bias):
     out.copy_(wide if bias is None else wide + bias)
 
 
+def topk_softmax(topk_weights, topk_indices, token_expert_indices, gating_output, renormalize, bias):
+    assert bias is None
+    weights, chosen = gating_output.float().softmax(-1).topk(topk_weights.shape[1], dim=-1)
+    topk_weights.copy_(weights / weights.sum(-1, keepdim=True) if renormalize else weights)
+    topk_indices.copy_(chosen)
+    token_expert_indices.copy_(torch.arange(chosen.numel()).view(chosen.shape[1], -1).t())
+
+
+def moe_align_block_size(topk_ids, num_experts, block_size, sorted_token_ids, experts_ids, num_tokens_post_pad, mapped):
+    """Rows by expert; those of each are filled up to whole blocks, with a number beyond all rows."""
+    assert mapped is None
+    rows = topk_ids.flatten()
+    sorted_token_ids.fill_(len(rows))
+    used = 0
+    for expert in range(num_experts):
+        own = (rows == expert).nonzero()[:, 0]
+        num_blocks = -(-len(own) // block_size)
+        sorted_token_ids[used : used + len(own)] = own.to(sorted_token_ids.dtype)
+        experts_ids[used // block_size : used // block_size + num_blocks] = expert
+        used += num_blocks * block_size
+    num_tokens_post_pad.fill_(used)
+
+
+def moe_sum(input, output):
+    output.copy_(input.float().sum(1))
+
+
 KERNELS: dict[str, Callable[..., object]] = {
     "_C::rms_norm": rms_norm,
     "_C::fused_add_rms_norm": fused_add_rms_norm,
@@ -138,6 +167,9 @@ KERNELS: dict[str, Callable[..., object]] = {
     "_C::per_token_group_fp8_quant": per_token_group_fp8_quant,
     "_C::cutlass_scaled_mm": cutlass_scaled_mm,
     "_C_cache_ops::reshape_and_cache_flash": reshape_and_cache_flash,
+    "_moe_C::topk_softmax": topk_softmax,
+    "_moe_C::moe_align_block_size": moe_align_block_size,
+    "_moe_C::moe_sum": moe_sum,
     "_vllm_fa3_C::fwd": flash_attention_3,
 }
 
