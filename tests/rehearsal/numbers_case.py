@@ -25,8 +25,8 @@ from tests.rehearsal.stages import stage
 from tests.support.engines.tiny_vllm_models import END_ID, in_format, make_weights, save_checkpoint
 
 MOST = {"bf16": 0.2, "int8": 0.2, "fp8_channel": 0.4, "fp8_block": 0.4}
-"""Largest difference of a log-probability: rounding of BF16, and of inputs to 8 bits, over two layers. Where two experts
-are close, rounding also chooses another one."""
+"""Largest difference of a log-probability: rounding of BF16, and of inputs to 8 bits, over two layers. Rounding also
+chooses another expert where two are close."""
 MEAN = {"bf16": 0.012, "int8": 0.04, "fp8_channel": 0.09, "fp8_block": 0.09}
 
 NUM_TOKENS = 24
