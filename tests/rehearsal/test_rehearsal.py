@@ -89,6 +89,7 @@ CASES: dict[str, Case] = {
     "numbers of an engine in fp8_channel, drafts": numbers("fp8_channel"),
     "numbers of an engine in fp8_block, drafts": numbers("fp8_block"),
     "numbers of an engine with experts in bf16, drafts": numbers("bf16", family="experts"),
+    "numbers of an engine with experts in fp8_channel, drafts": numbers("fp8_channel", family="experts"),
     "trainer bf16": trainer("none", "bf16"),
     "trainer bf16 with experts": trainer("none", "bf16", family="expert_blocks"),
     "trainer bf16 with experts, recompute": trainer("none", "bf16", "full", family="expert_blocks"),

@@ -156,6 +156,37 @@ def moe_sum(input, output):
     output.copy_(input.float().sum(1))
 
 
+def moe_permute(
+    input, topk_ids, token_expert_indices, expert_map, n_expert, n_local_expert, topk, permuted_input, *rest
+):
+    """Rows of the same expert behind each other. `rest` begins with where each expert's begin, and both orders."""
+    assert expert_map is None
+    expert_first_token_offset, inv_permuted_idx, permuted_idx = rest[:3]
+    experts = topk_ids.flatten().long()
+    order = experts.argsort(stable=True)
+    permuted_input.view(torch.uint8).copy_(input.view(torch.uint8)[order // topk])
+    permuted_idx.copy_(order)
+    inv_permuted_idx.copy_(order.argsort().view(inv_permuted_idx.shape))
+    expert_first_token_offset[0] = 0
+    expert_first_token_offset[1:] = torch.bincount(experts, minlength=n_local_expert).cumsum(0)
+
+
+def moe_unpermute(
+    permuted_hidden_states, topk_weights, inv_permuted_idx, expert_first_token_offset, topk, hidden_states
+):
+    rows = permuted_hidden_states.float()[inv_permuted_idx.view(-1, topk).long()]
+    hidden_states.copy_((rows * topk_weights[:, :, None]).sum(1))
+
+
+def cutlass_moe_mm(out, a, b, a_scales, b_scales, expert_offsets, *rest):
+    """`rest` ends with whether `a` has a scale for each row, and `b` one for each output."""
+    assert rest[-2:] == (True, True), rest[-2:]
+    ends = [*expert_offsets.tolist()[1:], len(a)]
+    for expert, (begin, end) in enumerate(zip(expert_offsets.tolist(), ends, strict=True)):
+        wide = a[begin:end].float() @ b[expert].float().t()
+        out[begin:end] = (wide * a_scales[begin:end].reshape(-1, 1) * b_scales[expert].reshape(1, -1)).to(out.dtype)
+
+
 KERNELS: dict[str, Callable[..., object]] = {
     "_C::rms_norm": rms_norm,
     "_C::fused_add_rms_norm": fused_add_rms_norm,
@@ -170,6 +201,10 @@ KERNELS: dict[str, Callable[..., object]] = {
     "_moe_C::topk_softmax": topk_softmax,
     "_moe_C::moe_align_block_size": moe_align_block_size,
     "_moe_C::moe_sum": moe_sum,
+    "_moe_C::moe_permute": moe_permute,
+    "_moe_C::moe_permute_with_scratch": moe_permute,
+    "_moe_C::moe_unpermute": moe_unpermute,
+    "_C::cutlass_moe_mm": cutlass_moe_mm,
     "_vllm_fa3_C::fwd": flash_attention_3,
 }
 
