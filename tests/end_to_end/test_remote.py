@@ -190,6 +190,9 @@ class Engine:
 
 @ray.remote(num_cpus=0)
 class Scorer:
+    def alive(self):
+        pass
+
     def score(self, group, columns):
         return scorer_answer(Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
 
@@ -202,6 +205,9 @@ class BadScorer:
         self.fault = fault
         self.first = folder / "first"
         self.num_calls = 0
+
+    def alive(self):
+        pass
 
     @ray.method(max_task_retries=-1)
     def score(self, group, columns):
@@ -218,6 +224,9 @@ class BadScorer:
 
 @ray.remote(num_cpus=0)
 class HungScorer:
+    def alive(self):
+        pass
+
     def score(self, group, columns):
         time.sleep(3600)
 

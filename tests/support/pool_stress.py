@@ -13,7 +13,7 @@ from rollout.planning.plan import GroupForecast
 from rollout.planning.policies import POLICIES, plan
 from rollout.planning.refill import RefilledBatches, check_refilled
 from rollout.pool import engine_pool as pool_module
-from rollout.pool import migration_survey, scorer_pool
+from rollout.pool import heartbeat, migration_survey, scorer_pool
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.types import FinishReason, GroupId, Score, ScoreStatus
@@ -50,7 +50,7 @@ class FakeRay:
         RayError = RayError
         RayActorError = ActorDiedError
 
-    def wait(self, refs, *, num_returns, timeout=None, fetch_local=False):
+    def wait(self, refs, *, num_returns=1, timeout=None, fetch_local=False):
         del fetch_local
         while timeout is None and not any(ref.is_ready for ref in refs):
             self.world.happen()
@@ -246,6 +246,16 @@ class World:
         self.scores.append(Ref())
         return self.scores[-1]
 
+    def alive(self):
+        answer = Ref()
+        answer.is_ready = True
+        return answer
+
+    @property
+    def scorer(self):
+        """The handle of a scorer."""
+        return type("Scorer", (), {"score": Method(self.score), "alive": Method(self.alive)})
+
 
 @dataclass
 class Watched:
@@ -274,7 +284,7 @@ def stress(num_events: int, seed: int, monkeypatch=None) -> World:
     generator = random.Random(seed)
     world = World(generator)
     fake = FakeRay(world)
-    for module in (pool_module, migration_survey, scorer_pool):
+    for module in (pool_module, migration_survey, scorer_pool, heartbeat):
         if monkeypatch is None:
             module.ray = fake
         else:
@@ -289,7 +299,7 @@ def new_pool(world: World, generator: random.Random, watched: Watched) -> Engine
     world.scores.clear()
     return EnginePool(
         world.engines,
-        [type("Scorer", (), {"score": Method(world.score)})],
+        [world.scorer],
         seats_per_engine=SLOTS,
         batches=watched,
         migration=GroupMigration(rule=world),

@@ -49,6 +49,9 @@ TIMEOUT_S = DEADLINE_S
 class LastTokenScorer:
     """Rewards a response by the id that it ends with, so that no two rewards need be equal."""
 
+    def alive(self):
+        """See `ScorerActor.alive`."""
+
     def score(self, group, columns):
         last = columns.response_ids[columns.offsets[1:] - 1]
         return scorer_answer(Score(reward=float(token), status=ScoreStatus.OK) for token in last)

@@ -228,20 +228,34 @@ def _top_k(module: ModuleType) -> None:
 def _interpreter(module: ModuleType) -> None:
     """Triton's interpreter keeps BF16 as its bits, and multiplies matrices of them as integers (Triton 3.6)."""
     import numpy as np
+    import torch
     import triton.language as tl
 
     multiply = module.InterpreterBuilder.create_dot
+    kinds = {tl.bfloat16: (np.int16, torch.bfloat16), tl.float8e4nv: (np.int8, torch.float8_e4m3fn)}
 
     def wide(handle):
-        if handle.dtype.scalar != tl.bfloat16:
+        if handle.dtype.scalar not in kinds:
             return handle
-        bits = handle.data.view(np.uint16).astype(np.uint32) << 16
-        return module.TensorHandle(bits.view(np.float32), tl.float32)
+        bits, kind = kinds[handle.dtype.scalar]
+        numbers = torch.from_numpy(np.ascontiguousarray(handle.data).view(bits)).view(kind)
+        return module.TensorHandle(numbers.float().numpy(), tl.float32)
 
     def create_dot(self, a, b, *rest):
         return multiply(self, wide(a), wide(b), *rest)
 
     module.InterpreterBuilder.create_dot = create_dot
+
+
+def _rounding(module: ModuleType) -> None:
+    """Triton's interpreter has no functions of the device's library, among them the one that rounds."""
+
+    def per_token_quant_int8(x):
+        wide = x.float()
+        scales = wide.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 127
+        return (wide / scales).round().char(), scales
+
+    module.per_token_quant_int8 = noted("rounding to INT8", per_token_quant_int8)
 
 
 _NAMESPACES = {
@@ -250,12 +264,19 @@ _NAMESPACES = {
 }
 """Of vLLM's operations, by the module whose import loads them."""
 
+_INT8 = "vllm.model_executor.layers.quantization.utils.int8_utils"
 _INTERPRETER = "triton.runtime.interpreter"
 _TOP_K = "vllm.v1.sample.ops.topk_topp_sampler"
 
 INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
     **(
-        {"torch": _twins, **dict.fromkeys(_NAMESPACES, _vllm_twins), _TOP_K: _top_k, _INTERPRETER: _interpreter}
+        {
+            "torch": _twins,
+            **dict.fromkeys(_NAMESPACES, _vllm_twins),
+            _TOP_K: _top_k,
+            _INTERPRETER: _interpreter,
+            _INT8: _rounding,
+        }
         if COMPUTES
         else {}
     ),
