@@ -9,7 +9,7 @@ import ray
 from rollout.config import DataConfig, EvalSetConfig
 from rollout.data.order import OrderState, PromptOrder, PromptSet
 from rollout.data.prompts import LoadedPrompts
-from rollout.pool.heartbeat import LOOK_EVERY_S, SILENT_S, Heartbeat
+from rollout.pool.heartbeat import LOOK_EVERY_S, Heartbeat
 from rollout.types import Prompt, PromptId
 
 _log = logging.getLogger(__name__)
@@ -76,8 +76,8 @@ def _loaded(text_actor: ray.actor.ActorHandle, loading: Sequence[ray.ObjectRef])
     """Wait for files, for any time while the text actor's process answers; else it is restarted, and loads again."""
     heartbeat = Heartbeat(text_actor)
     while ray.wait(loading, num_returns=len(loading), timeout=LOOK_EVERY_S)[1]:
-        if heartbeat.missed():
-            _log.warning("the text actor has not answered for %.0f s and is restarted", SILENT_S)
+        if silent_s := heartbeat.missed():
+            _log.warning("the text actor has not answered for %.0f s and is restarted", silent_s)
             ray.kill(text_actor, no_restart=False)
     return tuple(ray.get(loading))
 

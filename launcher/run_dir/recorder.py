@@ -25,7 +25,7 @@ from rollout.evaluation import EvaluationRow
 from rollout.failures import DeadlineError, Place
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
-from rollout.pool.heartbeat import LOOK_EVERY_S, SILENT_S, Heartbeat
+from rollout.pool.heartbeat import LOOK_EVERY_S, Heartbeat
 from rollout.processes import ProcessId
 from rollout.rewards.text_actor import WrittenSamples
 from rollout.tracing.draft_savings import seconds_saved
@@ -173,8 +173,8 @@ class RunRecorder:
         """Wait for the text actor; empty if it has written, else why it is not waited for any more."""
         deadline = time.monotonic() + WRITE_TIMEOUT_S
         while not ray.wait([writing], timeout=LOOK_EVERY_S)[0]:
-            if self._heartbeat.missed():
-                return f"has not answered for {SILENT_S:.0f} s"
+            if silent_s := self._heartbeat.missed():
+                return f"has not answered for {silent_s:.0f} s"
             if time.monotonic() > deadline:
                 return _SLOW
         return ""

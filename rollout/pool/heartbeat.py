@@ -33,21 +33,25 @@ class Heartbeat:
     _silent_s: float = field(default=0.0, init=False)
     _starts: bool = field(default=False, init=False)
 
-    def missed(self) -> bool:
-        """Whether the actor has been silent for too long; the next answer then has the time of a start. Never waits."""
+    def missed(self) -> float:
+        """Seconds for which the actor has been silent, if that is too long, else 0. Never waits.
+
+        The next answer then has the time of a start.
+        """
         now = self.clock()
         waited_s = now - self._looked_s
         if waited_s < LOOK_EVERY_S:
-            return False
+            return 0.0
         self._looked_s = now
         self._silent_s += min(waited_s, 2 * LOOK_EVERY_S)
         self._read_answer()
         if self._asked is None:
             self._asked = self.actor.alive.remote()
-        if self._silent_s <= (START_S if self._starts else SILENT_S):
-            return False
+        limit_s = START_S if self._starts else SILENT_S
+        if self._silent_s <= limit_s:
+            return 0.0
         self._starts, self._silent_s, self._asked = True, 0.0, None
-        return True
+        return limit_s
 
     def _read_answer(self) -> None:
         if self._asked is None:

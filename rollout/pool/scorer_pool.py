@@ -20,7 +20,7 @@ from rollout.failures import (
     node_of,
 )
 from rollout.pool.group_places import Scoring
-from rollout.pool.heartbeat import SILENT_S, Heartbeat
+from rollout.pool.heartbeat import Heartbeat
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.types import ColumnsRef, PromptGroup, ScoredGroup, ScorerAnswer, WorkerEvents
@@ -109,8 +109,8 @@ class ScorerPool:
                 continue
             if time.monotonic() - self._waiting_since[number] > self._timeout_s:
                 why = f"finished none for {self._timeout_s:.0f} s, although `reward.timeout_s` limits every response"
-            elif self._heartbeats[number].missed():
-                why = f"has not answered for {SILENT_S:.0f} s"
+            elif silent_s := self._heartbeats[number].missed():
+                why = f"has not answered for {silent_s:.0f} s"
             else:
                 continue
             _log.warning("scorer %d has %d groups and %s; the scorer is restarted", number, num_pending, why)

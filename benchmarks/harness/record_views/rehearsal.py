@@ -7,7 +7,7 @@ from benchmarks.harness.record_views.view import View
 REHEARSAL = View(
     question="Does the GPU code run on the real CUDA packages, as far as that can be known without a GPU?",
     answer=Answer(
-        text="{share} % of the cases pass on stub devices, whose kernels do nothing.",
+        text="{share} % of the cases pass on stub devices, whose kernels do nothing or run on the host.",
         figures={"share": goal("cases that pass", scale=100.0)},
     ),
     notes=(
