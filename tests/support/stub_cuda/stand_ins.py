@@ -232,13 +232,11 @@ def _interpreter(module: ModuleType) -> None:
     import triton.language as tl
 
     multiply = module.InterpreterBuilder.create_dot
-    kinds = {tl.bfloat16: (np.int16, torch.bfloat16), tl.float8e4nv: (np.int8, torch.float8_e4m3fn)}
 
     def wide(handle):
-        if handle.dtype.scalar not in kinds:
+        if handle.dtype.scalar != tl.bfloat16:
             return handle
-        bits, kind = kinds[handle.dtype.scalar]
-        numbers = torch.from_numpy(np.ascontiguousarray(handle.data).view(bits)).view(kind)
+        numbers = torch.from_numpy(np.ascontiguousarray(handle.data).view(np.int16)).view(torch.bfloat16)
         return module.TensorHandle(numbers.float().numpy(), tl.float32)
 
     def create_dot(self, a, b, *rest):
@@ -247,24 +245,12 @@ def _interpreter(module: ModuleType) -> None:
     module.InterpreterBuilder.create_dot = create_dot
 
 
-def _rounding(module: ModuleType) -> None:
-    """Triton's interpreter has no functions of the device's library, among them the one that rounds."""
-
-    def per_token_quant_int8(x):
-        wide = x.float()
-        scales = wide.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 127
-        return (wide / scales).round().char(), scales
-
-    module.per_token_quant_int8 = noted("rounding to INT8", per_token_quant_int8)
-
-
 _NAMESPACES = {
     "vllm._custom_ops": ("_C", "_C_cache_ops", "_moe_C"),
     "vllm.vllm_flash_attn.flash_attn_interface": ("_vllm_fa3_C",),
 }
 """Of vLLM's operations, by the module whose import loads them."""
 
-_INT8 = "vllm.model_executor.layers.quantization.utils.int8_utils"
 _INTERPRETER = "triton.runtime.interpreter"
 _TOP_K = "vllm.v1.sample.ops.topk_topp_sampler"
 
@@ -275,7 +261,6 @@ INSTALLERS: dict[str, Callable[[ModuleType], None]] = {
             **dict.fromkeys(_NAMESPACES, _vllm_twins),
             _TOP_K: _top_k,
             _INTERPRETER: _interpreter,
-            _INT8: _rounding,
         }
         if COMPUTES
         else {}
