@@ -1,6 +1,7 @@
 """Time of a forward by rows, verified tokens and context, for engines with random weights.
 
-`python -m benchmarks.rollout.step_time --json OUT [--device cuda] [--models 7B 14B] [--quick]`: for every model and
+`python -m benchmarks.rollout.step_time --json OUT [--device cuda] [--models 7B 14B] [--formats fp8_channel]
+[--engines drafts] [--contexts 512] [--quick]`: for every model and
 format, one engine without drafts and one that verifies drafts of given lengths, uniform over the rows or ragged. Times
 come from the product's trace of forwards (`rollout.tracing.forwards`); they are medians over forwards in which every
 row decodes. On CUDA the models have the shapes of 7B, 14B and 32B and the memory of an 80 GB device. There, the tokens
@@ -17,7 +18,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import get_args
 
@@ -110,6 +111,8 @@ CUDA_GRID = Grid(batches=(1, 2, 4, 8, 16, 32, 64, 128, 256), contexts=(512, 4096
 CPU_GRID = Grid(batches=(1, 2, 4, 8, 16, 32, 64), contexts=(32, 256))
 QUICK_GRID = Grid(batches=(1, 4), contexts=(32,))
 CPU_KV_TOKENS = 16_384
+ENGINES = ("stock", "drafts")
+"""Engines without drafts, and engines that verify drafts."""
 
 
 def patterns(batch: int) -> list[tuple[str, tuple[int, ...]]]:
@@ -132,6 +135,8 @@ class Case:
     drafts: bool
     device: str
     quick: bool
+    contexts: tuple[int, ...] = ()
+    """Contexts instead of those of the grid."""
 
     @property
     def shape(self) -> Shape:
@@ -148,9 +153,8 @@ class Case:
     @property
     def grid(self) -> Grid:
         """Batch sizes and contexts of this engine."""
-        if self.quick:
-            return QUICK_GRID
-        return CUDA_GRID if self.device == "cuda" else CPU_GRID
+        grid = QUICK_GRID if self.quick else CUDA_GRID if self.device == "cuda" else CPU_GRID
+        return replace(grid, contexts=self.contexts or grid.contexts)
 
     @property
     def saturated_rows(self) -> int:
@@ -183,11 +187,11 @@ def measure(case: Case, directory: Path) -> Iterator[Row]:
         ),
         vocabulary=case.shape.vocabulary,
     )
-    known = {
+    known: Row = {
         "model": case.model,
         "format": case.format,
         "device": case.device,
-        "engine": "drafts" if case.drafts else "stock",
+        "engine": ENGINES[case.drafts],
         "weight_bytes": case.shape.weight_bytes(case.format),
     }
     for batch, context in cells:
@@ -207,6 +211,7 @@ def _run_case(case: Case, work: Path) -> list[Row]:
     directory = work / f"{case.model}-{case.format}-{'drafts' if case.drafts else 'stock'}"
     directory.mkdir(parents=True, exist_ok=True)
     flags = ["--drafts"] * case.drafts + ["--quick"] * case.quick
+    flags += ["--contexts", *map(str, case.contexts)] if case.contexts else []
     command = [sys.executable, "-m", "benchmarks.rollout.step_time", f"--json={directory / 'rows.json'}", *flags]
     command += ["--case", case.model, case.format, f"--device={case.device}", f"--work={work}"]
     with (directory / "log").open("wb") as log:
@@ -225,12 +230,19 @@ def _cases(options: argparse.Namespace) -> list[Case]:
     models = options.models or (
         list(CUDA_SHAPES) if options.device == "cuda" else ["tiny" if options.quick else "small"]
     )
-    formats = get_args(Format)[:1] if options.quick else get_args(Format)
+    formats = options.formats or (get_args(Format)[:1] if options.quick else get_args(Format))
     return [
-        Case(model=model, format=format, drafts=drafts, device=options.device, quick=options.quick)
+        Case(
+            model=model,
+            format=format,
+            drafts=engine == "drafts",
+            device=options.device,
+            quick=options.quick,
+            contexts=tuple(options.contexts),
+        )
         for model in models
         for format in formats
-        for drafts in (False, True)
+        for engine in options.engines
     ]
 
 
@@ -239,13 +251,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = arguments("Duration of forwards by rows, verified tokens and context.")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--models", nargs="+", choices=list(CUDA_SHAPES), help="on CUDA; all of them by default")
+    parser.add_argument("--formats", nargs="+", choices=get_args(Format), help="all of them by default")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument("--contexts", nargs="+", type=int, default=[], help="prompt tokens of each row")
     parser.add_argument("--work", type=Path, default=Path("runs/bench/step_time"))
     parser.add_argument("--case", nargs=2, metavar=("MODEL", "FORMAT"), help="measure one engine in this process")
     parser.add_argument("--drafts", action="store_true", help="with --case: the engine that verifies drafts")
     options = parser.parse_args(argv)
     if options.case:
         model, format = options.case
-        case = Case(model=model, format=format, drafts=options.drafts, device=options.device, quick=options.quick)
+        case = Case(
+            model=model,
+            format=format,
+            drafts=options.drafts,
+            device=options.device,
+            quick=options.quick,
+            contexts=tuple(options.contexts),
+        )
         options.json.write_text(json.dumps(list(measure(case, options.json.parent))), encoding="utf-8")
         return 0
     missing = [] if options.device == "cuda" else ["any GPU: a CPU's figures show that the mechanics work, no more"]

@@ -23,6 +23,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="results, logs and records")
     parser.add_argument("--minutes", type=float, default=30.0, help="time of this call")
+    parser.add_argument(
+        "--beside",
+        type=int,
+        default=1,
+        metavar="N",
+        help="most stages at a time, where neither durations nor free memory are measured; each takes two cores and "
+        "4 GiB of the device",
+    )
     names = [stage.name for stage in STAGES]
     parser.add_argument(
         "--only", nargs="+", choices=names, help="run these, passed or not, and no others but the first"
@@ -35,7 +43,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.minutes <= 0:
         print(f"--minutes is {options.minutes:g}, but must be above 0", file=sys.stderr)
         return 2
-    results = run(STAGES, options.out, root=ROOT, minutes=options.minutes, only=options.only)
+    if options.beside < 1:
+        print(f"--beside is {options.beside}, but must be at least 1", file=sys.stderr)
+        return 2
+    results = run(STAGES, options.out, root=ROOT, minutes=options.minutes, only=options.only, num_beside=options.beside)
     print(f"results: {options.out / ALL}")
     outcomes = [result.outcome for result in results]
     if outcomes[:1] != ["passed"]:

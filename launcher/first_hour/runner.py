@@ -6,12 +6,15 @@ soon as a stage has ended, and its file is complete before the next one begins.
 """
 
 import hashlib
+import itertools
 import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -37,39 +40,48 @@ def run(
     root: Path,
     minutes: float,
     only: Collection[str] | None = None,
+    num_beside: int = 1,
     say: Callable[[str], None] = print,
 ) -> list[Result]:
     """Run the stages that have not passed yet; or, passed or not, those named in `only` and no others.
 
     Returns the results of the stages that this call has run or found passed. The first stage describes the device. It
-    is always run, and if it fails nothing else is.
+    is always run, and if it fails nothing else is. Up to `num_beside` stages run at the same time, where
+    `Stage.beside` allows it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    deadline, code, device = time.monotonic() + 60 * minutes, digest(root), ""
+    deadline, code, names = time.monotonic() + 60 * minutes, digest(root), [each.name for each in stages]
+    first = run_stage(stages[0], folder, root=root, code=code, device="", ends_at_s=deadline)
+    device = _device_name(first)
     results: list[Result] = []
-    for number, stage in enumerate(stages):
-        if number and only is not None and stage.name not in only:
-            continue
+    one_at_a_time = threading.Lock()
+
+    def finish(result: Result) -> None:
+        with one_at_a_time:
+            write(folder, result)
+            say(result.line())
+            results.append(result)
+            write_shares(folder, write_all(folder, names))
+
+    def take(stage: Stage) -> None:
         earlier = read(folder / f"{stage.name}.json")
         known = earlier is not None and (earlier.outcome, earlier.code, earlier.device) == ("passed", code, device)
-        if earlier is not None and known and number and only is None:
+        if earlier is not None and known and only is None:
             say(f"{stage.name}: passed before, at {earlier.began_at}")
             results.append(earlier)
-            continue
-        if deadline - time.monotonic() < MIN_S:
+        elif deadline - time.monotonic() < MIN_S:
             say(f"{stage.name}: not begun, the {minutes:g} minutes are over; the same command goes on from here")
-            continue
-        result = run_stage(stage, folder, root=root, code=code, device=device, ends_at_s=deadline)
-        if not number:
-            device = _device_name(result)
-            result = replace(result, device=device)
-        write(folder, result)
-        say(result.line())
-        results.append(result)
-        write_shares(folder, write_all(folder, [each.name for each in stages]))
-        if not number and result.outcome != "passed":
-            break
-    return results
+        else:
+            finish(run_stage(stage, folder, root=root, code=code, device=device, ends_at_s=deadline))
+
+    finish(replace(first, device=device))
+    if first.outcome != "passed":
+        return results
+    chosen = [stage for stage in stages[1:] if only is None or stage.name in only]
+    for beside, row in itertools.groupby(chosen, key=lambda stage: stage.beside):
+        with ThreadPoolExecutor(num_beside if beside else 1) as pool:
+            list(pool.map(take, row))
+    return sorted(results, key=lambda result: names.index(result.stage))
 
 
 def run_stage(stage: Stage, folder: Path, *, root: Path, code: str, device: str, ends_at_s: float) -> Result:

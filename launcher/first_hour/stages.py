@@ -20,6 +20,10 @@ class Stage:
     """Longest duration. What has not been measured by then is left for another call."""
     tests: tuple[str, ...] = ()
     """Files and folders of tests; those marked `gpu` run."""
+    selected: str = ""
+    """Expression of pytest's `-k`; empty selects all."""
+    beside: bool = False
+    """Whether the stage may run beside others: it measures neither durations nor the device's free memory."""
     module: str = ""
     """Module of a command that takes `--json OUT`."""
     arguments: tuple[str, ...] = ()
@@ -31,10 +35,11 @@ class Stage:
                 sys.executable,
                 "-m",
                 "pytest",
-                "-q",
+                "-v",  # a stage that runs out of time has a line for each finished test in its log
                 "-m",
                 "gpu",
                 f"--junitxml={self.junit_path(folder)}",
+                *(["-k", self.selected] if self.selected else []),
                 *self.tests,
             ]
         return [sys.executable, "-m", self.module, "--json", str(self.record_path(folder)), *self.arguments]
@@ -48,6 +53,8 @@ class Stage:
         return folder / f"{self.name}.record.json"
 
 
+RUNS = "tests/end_to_end/test_run_gpu.py"
+
 STAGES = (
     Stage(
         name="device",
@@ -58,36 +65,87 @@ STAGES = (
     Stage(
         name="kernels",
         decides="Do the products in 8 bits equal the products of the decoded values?",
-        limit_s=120.0,
-        tests=("tests/rollout/worker/test_kernels_gpu.py", "tests/rollout/transports/test_transports_gpu.py"),
+        limit_s=180.0,
+        tests=(
+            *("tests/rollout/worker/test_kernels_gpu.py", "tests/rollout/transports"),
+            *("tests/megatron_rl/quantization", "tests/megatron_rl/algorithm"),
+        ),
+        beside=True,
     ),
     Stage(
         name="weights",
         decides="Does an engine that was given weights A, B and A answer like engines that have loaded them?",
-        limit_s=360.0,
-        tests=(
-            "tests/rollout/worker/test_formats_gpu.py",
-            "tests/rollout/worker/test_experts_gpu.py",
-            "tests/megatron_rl/weights/test_packer_gpu.py",
-        ),
+        limit_s=420.0,
+        tests=("tests/rollout/worker/test_formats_gpu.py", "tests/megatron_rl/weights/test_packer_gpu.py"),
+        beside=True,
+    ),
+    Stage(
+        name="experts",
+        decides="The same for experts in 8 bits.",
+        limit_s=420.0,
+        tests=("tests/rollout/worker/test_experts_gpu.py",),
+        beside=True,
     ),
     Stage(
         name="lossless",
         decides="Do drafts and CUDA graphs leave tokens and log-probabilities as they are?",
-        limit_s=360.0,
+        limit_s=420.0,
         tests=("tests/rollout/worker/test_lossless.py", "tests/rollout/worker/test_sampler.py"),
+        beside=True,
     ),
     Stage(
         name="trainer",
-        decides="Are scores and steps in BF16 and FP8 close to the reference?",
+        decides="Are scores of the trainer close to Hugging Face's, and do saves load?",
         limit_s=300.0,
-        tests=("tests/megatron_rl/model/test_model_gpu.py", "tests/megatron_rl/trainer/test_fp8_gpu.py"),
+        tests=("tests/megatron_rl/model", "tests/megatron_rl/trainer/test_checkpoint.py"),
+        beside=True,
     ),
     Stage(
-        name="runs",
-        decides="Does the example train in every format, and how far is the sampler from the trainer?",
-        limit_s=600.0,
-        tests=("tests/end_to_end/test_run_gpu.py",),
+        name="trainer_fp8",
+        decides="Are steps in FP8 close to steps in BF16, and are codes and masters right?",
+        limit_s=300.0,
+        tests=("tests/megatron_rl/trainer/test_fp8_gpu.py",),
+        beside=True,
+    ),
+    *(
+        Stage(
+            name=f"runs_{name}",
+            decides=f"Does the example train {what}, and how far is the sampler from the trainer?",
+            limit_s=420.0,
+            tests=(RUNS,),
+            selected=selected,
+            beside=True,
+        )
+        for name, what, selected in (
+            ("bf16", "in BF16", "one_device and bf16"),
+            ("int8", "in INT8", "one_device and int8"),
+            ("fp8", "in FP8", "one_device and fp8"),
+            ("turns", "while trainer and engine take turns", "take_turns"),
+        )
+    ),
+    *(
+        Stage(
+            name=f"scores_{format}",
+            decides=f"Do engines in {format} and trainer agree with Hugging Face, also after a sleep?",
+            limit_s=300.0,
+            tests=("tests/launcher/doctor/test_log_probabilities_gpu.py",),
+            selected=format,
+            beside=True,
+        )
+        for format in ("bf16", "int8", "fp8")
+    ),
+    Stage(
+        name="kv_format",
+        decides="Do scales of FP8 keys and values follow a publish in captured CUDA graphs?",
+        limit_s=240.0,
+        tests=("tests/rollout/engine/test_kv_format_gpu.py",),
+        beside=True,
+    ),
+    Stage(
+        name="sleep",
+        decides="Does an engine that sleeps give all memory back, for 20 times, and answer as before?",
+        limit_s=300.0,
+        tests=("tests/rollout/engine/test_sleep_gpu.py",),
     ),
     Stage(
         name="publish",
@@ -95,12 +153,6 @@ STAGES = (
         limit_s=300.0,
         module="benchmarks.publish",
         arguments=("--device", "cuda", "--shapes", "7B", "32B"),
-    ),
-    Stage(
-        name="sleep",
-        decides="Does an engine that sleeps give all memory back, for 20 times, and answer as before?",
-        limit_s=420.0,
-        tests=("tests/rollout/engine/test_sleep_gpu.py", "tests/launcher/doctor/test_log_probabilities_gpu.py"),
     ),
     Stage(
         name="step_time",

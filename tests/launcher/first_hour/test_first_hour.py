@@ -29,8 +29,8 @@ class Script(Stage):
         return [sys.executable, "-c", textwrap.dedent(self.text), str(self.record_path(folder))]
 
 
-def script(name: str, text: str, *, limit_s: float = 60.0) -> Script:
-    return Script(name=name, decides="?", limit_s=limit_s, text=text)
+def script(name: str, text: str, *, limit_s: float = 60.0, beside: bool = False) -> Script:
+    return Script(name=name, decides="?", limit_s=limit_s, text=text, beside=beside)
 
 
 DEVICE = script("device", 'import sys; open(sys.argv[1], \'w\').write(\'{"facts": {"name": "H100"}}\')')
@@ -110,6 +110,30 @@ def test_what_does_not_fit_into_the_minutes_is_left_for_another_call(root: Path)
     results = run([DEVICE, slow, script("left", "pass")], root / "out", root=root, minutes=22 / 60, say=said.append)
     assert outcomes(results) == {"device": "passed", "slow": "out of time"}
     assert "left: not begun" in said[-1] and "goes on from here" in said[-1]
+
+
+def test_stages_that_may_run_beside_others_do_and_those_that_measure_run_alone(root: Path) -> None:
+    meeting = """
+        import pathlib, time
+        own, other = {names}
+        pathlib.Path(own).touch()
+        deadline = time.monotonic() + 60
+        while not pathlib.Path(other).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    """
+    alone = "import pathlib; assert pathlib.Path('a').exists() and pathlib.Path('b').exists()"
+    stages = [
+        DEVICE,
+        script("one", meeting.format(names=("a", "b")), limit_s=DEADLINE_S, beside=True),
+        script("two", meeting.format(names=("b", "a")), limit_s=DEADLINE_S, beside=True),
+        script("measures", alone),
+    ]
+    results = run(stages, root / "out", root=root, minutes=5, num_beside=2, say=[].append)
+    assert [(each.stage, each.outcome) for each in results] == [
+        (name, "passed") for name in ("device", "one", "two", "measures")
+    ]
+    assert [result.stage for result in read_all(root / "out" / ALL)] == ["device", "one", "two", "measures"]
 
 
 def test_without_a_device_nothing_else_is_run(root: Path) -> None:

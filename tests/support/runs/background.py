@@ -89,7 +89,8 @@ def run_script(module: str, arguments: Sequence[str]) -> Sequence[str]:
     """Run a module of the tests in the environment of an engine; returns its arguments."""
     from rollout.processes import ProcessEnv
 
-    environment = os.environ | ProcessEnv(single_node=True).engine(threads=1) | {"PYTHONPATH": str(ROOT)}
+    paths = ":".join(each for each in (str(ROOT), os.environ.get("PYTHONPATH", "")) if each)
+    environment = os.environ | ProcessEnv(single_node=True).engine(threads=1) | {"PYTHONPATH": paths}
     process = popen(
         [sys.executable, "-m", module, *arguments],
         env=environment,
