@@ -89,7 +89,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     if options.device == "cuda":
         rows = list(on_device.measure(options.shapes, options.formats, "cuda", options.work))
+        measured = {(row["model"], row["format"]) for row in rows}
         more = ["NCCL between devices", "more than one engine rank"]
+        more += [
+            f"{shape} in {format}: trainer and engine need more memory than the device has"
+            for shape in options.shapes
+            for format in options.formats
+            if (shape, format) not in measured
+        ]
         write(options.json, rows=rows, goals=on_device.goals(rows), not_measured=more)
         return 0
     cases = [

@@ -10,6 +10,7 @@ import json
 import multiprocessing
 import os
 import statistics
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection
@@ -49,13 +50,26 @@ GOALS_S = {"7B": 1.0, "32B": 5.0}
 """Largest allowed seconds of a publish on an H200."""
 
 
+BESIDE_WEIGHTS = 6 << 30
+"""Bytes of a device for keys and values, activations, CUDA graphs, buckets, and two contexts."""
+
+
+def too_large(name: str, format: Format, device_bytes: int) -> bool:
+    """Whether BF16 weights of the shape and an engine with the same weights in `format` exceed the device."""
+    shape = SHAPES[name]
+    return shape.weight_bytes("bf16") + shape.weight_bytes(format) + BESIDE_WEIGHTS > device_bytes
+
+
 def measure(names: Sequence[str], formats: Sequence[Format], device: Device, work: Path) -> Iterator[Row]:
-    """A row for each shape and format: medians over publishes."""
+    """A row for each shape and format that fits: medians over publishes."""
+    device_bytes = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else sys.maxsize
     for name in names:
         model = work / name
         model.mkdir(parents=True, exist_ok=True)
         (model / "config.json").write_text(json.dumps(SHAPES[name].config()), encoding="utf-8")
         for format in formats:
+            if too_large(name, format, device_bytes):
+                continue
             publishes = asyncio.run(_publishes(model, format, device))
             yield {
                 "kind": "on one device",

@@ -16,6 +16,7 @@ from benchmarks.harness.record import Row
 from benchmarks.publish.__main__ import CHANGING
 from benchmarks.publish.cases import Case
 from benchmarks.publish.judged import byte_figures, goals
+from benchmarks.publish.on_device import too_large
 from benchmarks.publish.overlapped_peer import SIZES, OverlappedPeer, buckets
 from benchmarks.publish.parts import asleep, gather_s, quantise_s, transfer_s, write_model
 from benchmarks.publish.peer import Peer, peer_row
@@ -25,6 +26,12 @@ from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
 from rollout.weights.format import WeightFormat
 from rollout.weights.manifest import Required
 from tests.megatron_rl.weights.test_reshard_plan import INT8, SPEC, shards
+
+
+def test_shapes_that_exceed_the_device_beside_their_engine_are_left_out():
+    h100, h200 = 85_000_000_000, 150_000_000_000
+    assert [too_large(name, "int8", h100) for name in ("7B", "14B", "32B")] == [False, False, True]
+    assert [too_large("32B", format, h200) for format in ("int8", "fp8_block", "bf16")] == [False, False, False]
 
 
 def rows(*, deliver_s: float = 1.0, transfer: float = 0.5, share: float = 1.0, proof: float = 0.14) -> list[Row]:

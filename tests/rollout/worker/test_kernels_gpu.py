@@ -23,6 +23,12 @@ def draw(rows: int, columns: int, *, seed: int) -> torch.Tensor:
     return (torch.randn(rows, columns, generator=generator) * scales).to("cuda", torch.bfloat16)
 
 
+def assert_decoded(decoded: torch.Tensor, values: torch.Tensor) -> None:
+    """Codes of FP8 stand for the values: 3 bits of mantissa, and fewer near zero."""
+    error = (decoded - values.double()).abs()
+    assert bool((error <= values.double().abs() * 2.0**-4 + values.abs().amax() * 2.0**-16).all())
+
+
 def assert_product(found: torch.Tensor, activations: torch.Tensor, weight: torch.Tensor, *, sum_error: float) -> None:
     """`found` equals the product of the decoded values [rows, inner] and [columns, inner] in float64."""
     exact = activations @ weight.t()
@@ -53,6 +59,7 @@ def test_fp8_products_with_a_scale_a_channel_are_exact_up_to_the_rounding_of_the
     weight_codes, weight_scales = ops.scaled_fp8_quant(weight, use_per_token_if_dynamic=True)
     found = ops.cutlass_scaled_mm(codes, weight_codes.t(), scales, weight_scales.t(), torch.bfloat16)
     decoded, weight_decoded = codes.double() * scales.double(), weight_codes.double() * weight_scales.double()
+    assert_decoded(decoded, activations)
     assert_product(found, decoded, weight_decoded, sum_error=FP8_SUM)
 
 
@@ -73,4 +80,6 @@ def test_fp8_products_with_a_scale_a_block_are_exact_up_to_the_rounding_of_the_r
     )
     decoded = codes.double().reshape(rows, -1, 128) * scales.double()[:, :, None]
     weight_decoded = (weight_codes.double() * weight_scales.double()[:, None, :, None]).reshape(columns, inner)
+    assert_decoded(decoded.reshape(rows, inner), activations)
+    assert_decoded(weight_decoded, weight)
     assert_product(found, decoded.reshape(rows, inner), weight_decoded, sum_error=FP8_SUM)
