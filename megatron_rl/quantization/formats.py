@@ -33,7 +33,9 @@ def row_amax(weight_NK: torch.Tensor) -> torch.Tensor:
 def int8_scale(amax: torch.Tensor) -> torch.Tensor:
     """Scale of weights with these largest magnitudes, float32 of the same shape; never zero."""
     tiny = torch.finfo(torch.float32).tiny
-    return (amax.float().clamp_min(tiny) / INT8_MAX).clamp_min(tiny)
+    largest = amax.float().clamp_min(tiny)
+    # torch divides by a number on CUDA as a product with its reciprocal, which rounds otherwise than on the host
+    return (largest / torch.full_like(largest, INT8_MAX)).clamp_min(tiny)
 
 
 def int8_codes(weight_NK: torch.Tensor, scale_N1: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from torch import nn
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
+from vllm.platforms import current_platform
 from vllm.v1.engine.core_client import BackgroundResources
 from vllm.v1.engine.exceptions import EngineDeadError
 from vllm.v1.utils import CpuGpuBuffer
@@ -84,6 +86,34 @@ def one_request_near_its_end_takes_the_drafts_of_all(runner: ModelRunner) -> Non
     runner.effective_drafter_max_model_len = runner.max_model_len + runner.num_spec_tokens + 1
 
 
+def graphs_of_experts_read_freed_strides_after_reload(model: nn.Module) -> None:
+    """Let the kernels of experts outlive reloads.
+
+    vLLM 0.25 builds a kernel object for the experts of a layer whenever it repacks their weights. Cutlass's object for
+    FP8 owns tensors with strides, and captured CUDA graphs read those of the first one, which a reload frees: an
+    illegal memory access in the next forward. The first object refers to the layer's own scales, into which a reload
+    copies the new ones, so it stays right.
+    """
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if isinstance(method, FusedMoEMethodBase) and method.moe_kernel is not None:
+            _keep_kernel(method)
+
+
+def _keep_kernel(method: FusedMoEMethodBase) -> None:
+    process = method.process_weights_after_loading
+    if getattr(process, "keeps_kernel", False):
+        return
+    kept = method.moe_kernel, method.moe_quant_config
+
+    def process_with_kept_kernel(layer: nn.Module) -> None:
+        process(layer)
+        method.moe_kernel, method.moe_quant_config = kept
+
+    process_with_kept_kernel.keeps_kernel = True  # type: ignore[attr-defined]
+    method.process_weights_after_loading = process_with_kept_kernel
+
+
 class _NotAboutRotaryEmbeddings(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         return "RotaryEmbedding" not in record.getMessage()
@@ -101,6 +131,8 @@ def before_reload(model: nn.Module) -> None:
     quirks.embedding_is_held_twice(model)
     quirks.output_layer_is_packed_beside_its_old_copy(model)
     quirks.experts_multiply_by_unpacked_weights_after_reload(model)
+    if current_platform.is_cuda():
+        graphs_of_experts_read_freed_strides_after_reload(model)
 
 
 def after_reload(model: nn.Module) -> None:

@@ -91,6 +91,11 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         quirks.drafted_rows_are_sampled_at_a_random_temperature()
         quirks.padding_of_a_draft_is_accepted()
         super().init_device()
+        if not hasattr(self.model_runner, "input_batch"):
+            raise RuntimeError(
+                "vLLM has chosen its second model runner, whose batch the sampler and the drafts cannot read: set "
+                "VLLM_USE_V2_MODEL_RUNNER=0 in the environment of the engine, as `rollout.processes.ProcessEnv` does"
+            )
 
     def ping(self) -> None:
         """Answer: this rank takes calls."""

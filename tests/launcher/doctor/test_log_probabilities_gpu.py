@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from examples.arithmetic import make_data, make_model
 from launcher.cli import main
-from tests.support.engines.tiny_vllm_models import make_weights, save_checkpoint
 
 torch = pytest.importorskip("torch")
 
@@ -18,7 +18,7 @@ CONFIG = """
 model: {root}/model
 run_dir: {root}/run
 num_steps: 1
-data: {{train: [{{path: {root}/train.jsonl}}], max_prompt_tokens: 64}}
+data: {{train: [{{path: {root}/data/train.jsonl}}], max_prompt_tokens: 96}}
 sampling: {{max_response_tokens: 32}}
 engine: {{bf16_first_layers: 0, bf16_last_layers: 0, max_num_seqs: 8, kv_cache_bytes: 1073741824}}
 trainer: {{dtype: bf16}}
@@ -32,9 +32,9 @@ wandb: {{mode: disabled}}
 def test_log_probabilities_agree_before_and_after_a_sleep(
     format: str, sleep_level: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_checkpoint(tmp_path / "model", "qwen3", make_weights("qwen3", 1), "bf16")
-    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"vocab": {"a": 0, "b": 255}}, "added_tokens": []}')
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    sizes = ["--train", "8", "--held-out", "8", "--warm-start", "8"]
+    make_data.main(["--out", str(tmp_path / "data"), *sizes])
+    make_model.main(["--out", str(tmp_path / "model")])
     (tmp_path / "run.yaml").write_text(CONFIG.format(root=tmp_path))
     turns = [f"engine.sleep_level={sleep_level}", "trainer.offload=all"]
     main(["doctor", str(tmp_path / "run.yaml"), f"engine.format={format}", *turns, "--log-probabilities"])

@@ -10,7 +10,7 @@ from tests.rollout.engine.test_kv_format import (
     published,
     with_larger_keys_and_values,
 )
-from tests.support.engines.live import Live
+from tests.support.engines.live import Live, engine_environment
 from tests.support.engines.oracle import PROBE
 from tests.support.engines.packing import RUN_ID
 
@@ -33,11 +33,12 @@ def fp8(checkpoints, loop):
     config = EngineConfig(kv_format="fp8", kv_cache_bytes=1 << 30, max_num_seqs=16, vllm={"attention_backend": backend})
     directory = checkpoints.path("blocks", "A", "bf16")  # heads of 128, as in real models
     spec = EngineSpec(engine_id=0, run_id=RUN_ID, config=config, directory=str(directory), max_model_len=256)
-    started = Live(Engine(spec), loop, checkpoints, "bf16", family="blocks")
-    loop.run(started.engine.start())
-    loop.run(started.use_shm())
-    yield started
-    started.close()
+    with engine_environment():
+        started = Live(Engine(spec), loop, checkpoints, "bf16", family="blocks")
+        loop.run(started.engine.start())
+        loop.run(started.use_shm())
+        yield started
+        started.close()
 
 
 def test_scales_follow_each_publish_and_decoding_reads_them(fp8, loop, checkpoints):

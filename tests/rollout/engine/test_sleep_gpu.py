@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollout.engine.state import EngineStatus
-from tests.support.engines.live import Live
+from tests.support.engines.live import Live, engine_environment
 from tests.support.engines.oracle import PROBE
 from tests.support.engines.packing import RUN_ID
 
@@ -34,11 +34,12 @@ def sleeping(request, checkpoints, loop, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     settings = EngineConfig(format="int8", kv_cache_bytes=KV_BYTES, max_num_seqs=16, sleep_level=request.param)
     spec = EngineSpec(engine_id=0, run_id=RUN_ID, config=settings, directory=str(tmp_path), max_model_len=256)
-    live = Live(Engine(spec), loop, checkpoints, "int8")
-    loop.run(live.engine.start())
-    loop.run(live.use_shm())
-    yield live
-    live.close()
+    with engine_environment():
+        live = Live(Engine(spec), loop, checkpoints, "int8")
+        loop.run(live.engine.start())
+        loop.run(live.use_shm())
+        yield live
+        live.close()
 
 
 def test_twenty_cycles_of_sleep_release_their_memory_and_change_no_answer(sleeping, loop):

@@ -176,7 +176,8 @@ class Jobs:
 
         self.root = root
         self.found: dict[str, Emitted] = {}
-        self._originals = {name: getattr(rejection_sampler, name) for name, _ in QUIRKS.values()}
+        # vLLM for devices has no `_rejection_random_sample`
+        self._originals = {name: getattr(rejection_sampler, name, None) for name, _ in QUIRKS.values()}
         self._collect, gc.collect = gc.collect, lambda *args: 0  # vLLM collects eight times per engine
 
     def run(

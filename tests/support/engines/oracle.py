@@ -172,7 +172,11 @@ def run(job: Job) -> None:
     llm = LLM(
         job.directories[0],
         skip_tokenizer_init=True,
-        enforce_eager=True,
+        # on devices reloads must keep what captured graphs read; Inductor is left out, as it compiles for half a minute
+        enforce_eager=current_platform.is_cpu(),
+        compilation_config={} if current_platform.is_cpu() else {"mode": 0, "cudagraph_mode": "FULL"},
+        max_num_seqs=256 if current_platform.is_cpu() else 8,
+        gpu_memory_utilization=0.9 if current_platform.is_cpu() else 0.01,
         dtype="bfloat16",
         max_model_len=256,
         kv_cache_memory_bytes=32 << 20,
