@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import get_args
 
 from benchmarks.harness.record import Row, arguments, write
+from launcher.run_dir.atomic_files import replace_text
 from rollout.config import EngineConfig, Format
 from rollout.engine.spec import DraftSpec, EngineSpec
 from rollout.processes import ProcessEnv
@@ -268,7 +269,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             quick=options.quick,
             contexts=tuple(options.contexts),
         )
-        options.json.write_text(json.dumps(list(measure(case, options.json.parent))), encoding="utf-8")
+        measured: list[Row] = []
+        for row in measure(case, options.json.parent):  # an engine that is ended leaves what it has measured
+            measured.append(row)
+            replace_text(options.json, json.dumps(measured))
         return 0
     missing = [] if options.device == "cuda" else ["any GPU: a CPU's figures show that the mechanics work, no more"]
     rows: list[Row] = []
