@@ -18,6 +18,7 @@ from tests.support.trainers.tiny_megatron_models import save_model
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("ignore"),  # of the libraries, about their own future
 ]
 
 EXAMPLE = "example with experts"
