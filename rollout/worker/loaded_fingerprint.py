@@ -56,7 +56,7 @@ class LoadedSums:
         """Tensor, box, shape of the tensor, and products of the box's rows."""
         self._done: set[str] = set()
 
-    @torch.no_grad()
+    @torch.inference_mode()  # as forwards: kernels of experts write into scratch memory that a forward has made
     def add(self, module: str) -> None:
         """Take the products of a module that is completely loaded; a second call for it changes nothing."""
         if module in self._done:
