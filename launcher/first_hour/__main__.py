@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.first_hour.results import ALL
-from launcher.first_hour.runner import run
+from launcher.first_hour.runner import FirstHour
 from launcher.first_hour.stages import STAGES
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.beside < 1:
         print(f"--beside is {options.beside}, but must be at least 1", file=sys.stderr)
         return 2
-    results = run(STAGES, options.out, root=ROOT, minutes=options.minutes, only=options.only, num_beside=options.beside)
+    hour = FirstHour(stages=STAGES, folder=options.out, root=ROOT, num_beside=options.beside)
+    results = hour.run(minutes=options.minutes, only=options.only)
     print(f"results: {options.out / ALL}")
     outcomes = [result.outcome for result in results]
     if outcomes[:1] != ["passed"]:

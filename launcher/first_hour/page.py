@@ -10,7 +10,7 @@ from launcher.first_hour.shares import shares
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "hardware.md"
-RESULTS = ROOT / "benchmarks" / "results" / "first_hour.json"
+RESULTS = ROOT / "benchmarks" / "results" / "first_hour" / "first_hour.json"
 BEGIN, END = "<!-- first hour: begin -->", "<!-- first hour: end -->"
 _UNITS = {"bytes_s": (1e9, "GB/s"), "flops": (1e12, "TFLOP/s")}
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -33,63 +33,85 @@ LOG_LINES = 3
 """Lines of the log that are shown if a stage fails without a failed test."""
 
 
-def run(
-    stages: Sequence[Stage],
-    folder: Path,
-    *,
-    root: Path,
-    minutes: float,
-    only: Collection[str] | None = None,
-    num_beside: int = 1,
-    say: Callable[[str], None] = print,
-) -> list[Result]:
-    """Run the stages that have not passed yet; or, passed or not, those named in `only` and no others.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstHour:
+    """Stages, and where they run."""
 
-    Returns the results of the stages that this call has run or found passed. The first stage describes the device. It
-    is always run, and if it fails nothing else is. Up to `num_beside` stages run at the same time, where
-    `Stage.beside` allows it.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    deadline, code, names = time.monotonic() + 60 * minutes, digest(root), [each.name for each in stages]
-    first = run_stage(stages[0], folder, root=root, code=code, device="", ends_at_s=deadline)
-    device = _device_name(first)
-    results: list[Result] = []
-    one_at_a_time = threading.Lock()
+    stages: Sequence[Stage]
+    folder: Path
+    """Of results, logs and records."""
+    root: Path
+    """A checkout of the project."""
+    num_beside: int = 1
+    """Most stages at the same time, where `Stage.beside` allows it."""
+    say: Callable[[str], None] = print
 
-    def finish(result: Result) -> None:
-        with one_at_a_time:
-            write(folder, result)
-            say(result.line())
-            results.append(result)
-            write_shares(folder, write_all(folder, names))
+    def run(self, *, minutes: float, only: Collection[str] | None = None) -> list[Result]:
+        """Run the stages that have not passed yet; or, passed or not, those named in `only` and no others.
 
-    def take(stage: Stage) -> None:
-        earlier = read(folder / f"{stage.name}.json")
-        known = earlier is not None and (earlier.outcome, earlier.code, earlier.device) == ("passed", code, device)
-        if earlier is not None and known and only is None:
-            say(f"{stage.name}: passed before, at {earlier.began_at}")
-            results.append(earlier)
-        elif deadline - time.monotonic() < MIN_S:
-            say(f"{stage.name}: not begun, the {minutes:g} minutes are over; the same command goes on from here")
-        else:
-            finish(run_stage(stage, folder, root=root, code=code, device=device, ends_at_s=deadline))
+        Returns the results of the stages that this call has run or found passed, in the order of the stages. The first
+        stage describes the device. It is always run, and if it fails nothing else is.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        names = [stage.name for stage in self.stages]
+        results: list[Result] = []
+        one_at_a_time = threading.Lock()
 
-    finish(replace(first, device=device))
-    if first.outcome != "passed":
-        return results
-    chosen = [stage for stage in stages[1:] if only is None or stage.name in only]
-    for beside, row in itertools.groupby(chosen, key=lambda stage: stage.beside):
-        with ThreadPoolExecutor(num_beside if beside else 1) as pool:
-            list(pool.map(take, row))
-    return sorted(results, key=lambda result: names.index(result.stage))
+        def finish(result: Result) -> None:
+            with one_at_a_time:
+                write(self.folder, result)
+                self.say(result.line())
+                results.append(result)
+                write_shares(self.folder, write_all(self.folder, names))
+
+        here = Run(ends_at_s=time.monotonic() + 60 * minutes, code=digest(self.root))
+        first = run_stage(self.stages[0], self.folder, root=self.root, run=here)
+        here = replace(here, device=_device_name(first))
+        finish(replace(first, device=here.device))
+        if first.outcome != "passed":
+            return results
+
+        def take(stage: Stage) -> None:
+            earlier = read(self.folder / f"{stage.name}.json") if only is None else None
+            if earlier is not None and here.has_passed(earlier):
+                self.say(f"{stage.name}: passed before, at {earlier.began_at}")
+                results.append(earlier)
+            elif here.ends_at_s - time.monotonic() < MIN_S:
+                self.say(
+                    f"{stage.name}: not begun, the {minutes:g} minutes are over; the same command goes on from here"
+                )
+            else:
+                finish(run_stage(stage, self.folder, root=self.root, run=here))
+
+        chosen = [stage for stage in self.stages[1:] if only is None or stage.name in only]
+        for beside, row in itertools.groupby(chosen, key=lambda stage: stage.beside):
+            with ThreadPoolExecutor(self.num_beside if beside else 1) as pool:
+                list(pool.map(take, row))
+        return sorted(results, key=lambda result: names.index(result.stage))
 
 
-def run_stage(stage: Stage, folder: Path, *, root: Path, code: str, device: str, ends_at_s: float) -> Result:
-    """Run one stage and read what it has written. `ends_at_s` is a time of `time.monotonic`."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the stages of one call share."""
+
+    ends_at_s: float
+    """Of `time.monotonic`."""
+    code: str
+    """Digest of the project's files."""
+    device: str = ""
+    """Name of the device; empty before the first stage has ended."""
+
+    def has_passed(self, earlier: Result) -> bool:
+        """Whether an earlier result passed with this code on this kind of device."""
+        return (earlier.outcome, earlier.code, earlier.device) == ("passed", self.code, self.device)
+
+
+def run_stage(stage: Stage, folder: Path, *, root: Path, run: Run) -> Result:
+    """Run one stage and read what it has written."""
     for path in (stage.junit_path(folder), stage.record_path(folder)):
         path.unlink(missing_ok=True)
     began, began_at = time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S%z")
-    limit_s = min(stage.limit_s, ends_at_s - began)
+    limit_s = min(stage.limit_s, run.ends_at_s - began)
     log = folder / f"{stage.name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -120,8 +142,8 @@ def run_stage(stage: Stage, folder: Path, *, root: Path, code: str, device: str,
         fault=fault,
         seconds=round(time.monotonic() - began, 1),
         began_at=began_at,
-        device=device,
-        code=code,
+        device=run.device,
+        code=run.code,
         tests=tests,
         record=record,
     )

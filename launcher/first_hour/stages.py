@@ -95,9 +95,12 @@ STAGES = (
     ),
     Stage(
         name="trainer",
-        decides="Are scores of the trainer close to Hugging Face's, and do saves load?",
+        decides="Are scores and gradients of the trainer close to Hugging Face's?",
         limit_s=300.0,
-        tests=("tests/megatron_rl/model", "tests/megatron_rl/trainer/test_checkpoint.py"),
+        tests=(
+            *("tests/megatron_rl/model", "tests/megatron_rl/trainer/test_gradients_gpu.py"),
+            "tests/megatron_rl/trainer/test_checkpoint.py",
+        ),
         beside=True,
     ),
     Stage(

@@ -4,6 +4,7 @@ import json
 import sys
 import textwrap
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 
 from launcher.first_hour import device, page
 from launcher.first_hour.results import ALL, Counts, Result, read, read_all, read_junit
-from launcher.first_hour.runner import digest, run
+from launcher.first_hour.runner import FirstHour, digest
 from launcher.first_hour.shares import SHARES, read_shares, shares, write_shares
 from launcher.first_hour.stages import STAGES, Stage
 from tests.docs.pages import ROOT
@@ -47,6 +48,20 @@ def root(tmp_path: Path) -> Path:
     (tmp_path / "rollout").mkdir()
     (tmp_path / "rollout" / "a.py").write_text("A = 1\n")
     return tmp_path
+
+
+def run(
+    stages: list[Stage],
+    folder: Path,
+    *,
+    root: Path,
+    minutes: float,
+    say: Callable[[str], None],
+    only: list[str] | None = None,
+    num_beside: int = 1,
+) -> list[Result]:
+    hour = FirstHour(stages=stages, folder=folder, root=root, num_beside=num_beside, say=say)
+    return hour.run(minutes=minutes, only=only)
 
 
 def outcomes(results: list[Result]) -> dict[str, str]:

@@ -55,15 +55,23 @@ def gradients_by_field(position, parallel, directory, names):
     return {name: gradients(name) for name in ("", *names)}
 
 
-def compare(ranks, directory, names):
+IN_TF32 = 20.0
+"""Transformer Engine multiplies float32 in TF32, with 11 bits: on an H100 a fused rotary embedding moved
+log-probabilities by 4e-4 of their size."""
+
+
+def compare(ranks, directory, names, *, loose=1.0):
     (found,) = ranks.run(gradients_by_field, directory, sorted(names))
     logprobs, gradients = found.pop("")
     assert len(gradients) > 10
     for name, (its_logprobs, its_gradients) in found.items():
-        np.testing.assert_allclose(its_logprobs, logprobs, rtol=1e-4, atol=1e-5, err_msg=name)
+        np.testing.assert_allclose(its_logprobs, logprobs, rtol=1e-4 * loose, atol=1e-5 * loose, err_msg=name)
         assert its_gradients.keys() == gradients.keys(), name
         for parameter, gradient in its_gradients.items():
-            np.testing.assert_allclose(gradient, gradients[parameter], rtol=1e-3, atol=1e-5, err_msg=name)
+            largest = np.abs(gradients[parameter]).max() if loose > 1 else 0.0  # small sums cancel in TF32
+            np.testing.assert_allclose(
+                gradient, gradients[parameter], rtol=1e-3, atol=1e-5 + 1e-2 * largest, err_msg=f"{name}, {parameter}"
+            )
 
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -75,7 +83,7 @@ def test_no_field_changes_log_probabilities_or_gradients(ranks, tmp_path, family
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_on_a_gpu_no_field_changes_log_probabilities_or_gradients(ranks, tmp_path, family):
-    compare(ranks, save_model(family, tmp_path), FIELDS.keys())
+    compare(ranks, save_model(family, tmp_path), FIELDS.keys(), loose=IN_TF32)
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,7 @@ def directory_of(family: str, work: Path) -> Path:
 
 def leave_nan_in_freed_memory() -> None:
     """A kernel that reads what nothing has written gets NaN, not the zeros of fresh memory."""
+    torch.cuda.empty_cache()  # else blocks that an earlier step has freed keep its numbers
     filled = [torch.full((1 << 28,), float("nan"), device="cuda")]
     filled += [torch.full((1 << 17,), float("nan"), device="cuda") for _ in range(400)]  # torch's pool of small blocks
     torch.cuda.synchronize()

@@ -5,8 +5,7 @@ import pytest
 import torch
 
 from megatron_rl.controller.publisher import EXPERT_LENIENCY, MAX_WEIGHT_GAP
-from tests.support.engines.engine_answers import jobs_of_experts, oracle_files, read_oracle
-from tests.support.runs.background import run_script
+from tests.support.engines.engine_answers import answers_of, jobs_of_experts
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,8 +15,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def experts(checkpoints, tmp_path_factory):
-    files = oracle_files(checkpoints, tmp_path_factory.mktemp("experts"), jobs_of_experts(checkpoints))
-    return read_oracle(run_script("tests.support.engines.oracle", files)[1])
+    return answers_of(checkpoints, tmp_path_factory.mktemp("experts"), jobs_of_experts(checkpoints))
 
 
 @pytest.mark.parametrize("format", ["int8", "fp8_channel", "fp8_block"])

@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.engines.engine_answers import jobs_of_formats, oracle_files, read_oracle
-from tests.support.runs.background import run_script
+from tests.support.engines.engine_answers import answers_of, jobs_of_formats
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,9 +18,7 @@ FAMILY = "blocks"
 
 @pytest.fixture(scope="module")
 def answers(checkpoints, tmp_path_factory):
-    jobs = jobs_of_formats(checkpoints, FAMILY, FORMATS)
-    files = oracle_files(checkpoints, tmp_path_factory.mktemp("formats"), jobs)
-    return read_oracle(run_script("tests.support.engines.oracle", files)[1])
+    return answers_of(checkpoints, tmp_path_factory.mktemp("formats"), jobs_of_formats(checkpoints, FAMILY, FORMATS))
 
 
 @pytest.mark.parametrize("format", FORMATS)

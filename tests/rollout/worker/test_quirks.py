@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.model_executor.kernels.linear.scaled_mm import cpu as scaled_mm_cpu
 from vllm.model_executor.layers import utils as layer_utils
+from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 from vllm.model_executor.model_loader.reload import layerwise
 from vllm.platforms import current_platform
@@ -272,3 +273,29 @@ def test_the_workaround_leaves_other_kernels_alone(sampler, monkeypatch):
     quirks.drafted_rows_are_sampled_at_a_random_temperature()
     quirks.padding_of_a_draft_is_accepted()
     assert (sampler.expand_batch_to_tokens, sampler._rejection_random_sample) == before
+
+
+class ExpertsThatBuildAKernelWhenRepacked(FusedMoEMethodBase):
+    """As vLLM's methods of experts in 8 bits do."""
+
+    def __init__(self) -> None:
+        self.moe_kernel, self.moe_quant_config = object(), object()
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.num_repacked += 1
+        self.moe_kernel, self.moe_quant_config = object(), object()
+
+
+ExpertsThatBuildAKernelWhenRepacked.__abstractmethods__ = frozenset()  # nothing here multiplies
+
+
+def test_kernels_of_experts_outlive_every_reload():
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    layer = model[0]
+    layer.num_repacked, layer.quant_method = 0, ExpertsThatBuildAKernelWhenRepacked()
+    captured = layer.quant_method.moe_kernel, layer.quant_method.moe_quant_config
+    for _ in range(3):
+        vllm_quirks.graphs_of_experts_read_freed_strides_after_reload(model)
+        layer.quant_method.process_weights_after_loading(layer)
+        assert (layer.quant_method.moe_kernel, layer.quant_method.moe_quant_config) == captured
+    assert layer.num_repacked == 3

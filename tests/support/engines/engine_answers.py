@@ -46,6 +46,21 @@ class Oracle:
         return self.answers[f"fresh-{family}-{weights}-{format}{'-onednn' * onednn}"][0]
 
 
+def answers_of(checkpoints: Checkpoints, folder: Path, jobs: Sequence[dict]) -> Oracle:
+    """Answers of the jobs, each in a process of its own, as engines have.
+
+    Graphs of an engine that follows others in one process gave wrong answers on an H100, and right ones alone.
+    """
+    from tests.support.runs.background import run_script
+
+    found: dict[str, list[dict]] = {}
+    for job in jobs:
+        folder.joinpath(job["name"]).mkdir()
+        files = oracle_files(checkpoints, folder / job["name"], [job])
+        found |= read_oracle(run_script("tests.support.engines.oracle", files)[1]).answers
+    return Oracle(found)
+
+
 def jobs_of_experts(checkpoints: Checkpoints) -> list[dict]:
     """Jobs of `tests.support.engines.oracle` that a CPU cannot do: experts in 8 bits."""
     return jobs_of_formats(checkpoints, "experts", ("int8", "fp8_channel", "fp8_block"))
