@@ -4,13 +4,14 @@ import numpy as np
 import pytest
 import torch
 
+from tests.rollout.conftest import engine_environment
 from tests.rollout.engine.test_kv_format import (
     MARGIN_PER_CODE,
     largest_by_hugging_face,
     published,
     with_larger_keys_and_values,
 )
-from tests.support.engines.live import Live, engine_environment
+from tests.support.engines.live import Live
 from tests.support.engines.oracle import PROBE
 from tests.support.engines.packing import RUN_ID
 

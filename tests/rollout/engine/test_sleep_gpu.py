@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rollout.engine.state import EngineStatus
-from tests.support.engines.live import Live, engine_environment
+from tests.rollout.conftest import engine_environment
+from tests.support.engines.live import Live
 from tests.support.engines.oracle import PROBE
 from tests.support.engines.packing import RUN_ID
 

@@ -3,17 +3,14 @@
 import asyncio
 import contextlib
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import pytest
 import torch
 from safetensors.torch import load_file
 
 from rollout.engine.engine import Engine
-from rollout.processes import ProcessEnv
 from rollout.transports.base import GroupChannel, ShmChannel
 from rollout.transports.shm import ShmSender
 from rollout.transports.store_server import StoreServer
@@ -21,15 +18,6 @@ from rollout.transports.streaming import GroupSender
 from rollout.types import GroupColumns, GroupId, GroupSummary, Prompt, PromptGroup, PromptId, SamplingSpec
 from tests.support.engines.engine_answers import Checkpoints
 from tests.support.engines.packing import RUN_ID, Publish, pack
-
-
-@contextlib.contextmanager
-def engine_environment() -> Iterator[None]:
-    """Variables of an engine's process; devices need some of them, and the core process of an engine inherits them."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in ProcessEnv(single_node=True).engine(threads=1).items():
-            patch.setenv(name, value)
-        yield
 
 
 @dataclass
