@@ -64,8 +64,8 @@ class FirstHour:
                 results.append(result)
                 write_shares(self.folder, write_all(self.folder, names))
 
-        here = Run(ends_at_s=time.monotonic() + 60 * minutes, code=digest(self.root))
-        first = run_stage(self.stages[0], self.folder, root=self.root, run=here)
+        here = Call(ends_at_s=time.monotonic() + 60 * minutes, code=digest(self.root))
+        first = run_stage(self.stages[0], self.folder, root=self.root, call=here)
         here = replace(here, device=_device_name(first))
         finish(replace(first, device=here.device))
         if first.outcome != "passed":
@@ -81,7 +81,7 @@ class FirstHour:
                     f"{stage.name}: not begun, the {minutes:g} minutes are over; the same command goes on from here"
                 )
             else:
-                finish(run_stage(stage, self.folder, root=self.root, run=here))
+                finish(run_stage(stage, self.folder, root=self.root, call=here))
 
         chosen = [stage for stage in self.stages[1:] if only is None or stage.name in only]
         for beside, row in itertools.groupby(chosen, key=lambda stage: stage.beside):
@@ -91,7 +91,7 @@ class FirstHour:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Run:
+class Call:
     """What the stages of one call share."""
 
     ends_at_s: float
@@ -106,12 +106,12 @@ class Run:
         return (earlier.outcome, earlier.code, earlier.device) == ("passed", self.code, self.device)
 
 
-def run_stage(stage: Stage, folder: Path, *, root: Path, run: Run) -> Result:
+def run_stage(stage: Stage, folder: Path, *, root: Path, call: Call) -> Result:
     """Run one stage and read what it has written."""
     for path in (stage.junit_path(folder), stage.record_path(folder)):
         path.unlink(missing_ok=True)
     began, began_at = time.monotonic(), time.strftime("%Y-%m-%d %H:%M:%S%z")
-    limit_s = min(stage.limit_s, run.ends_at_s - began)
+    limit_s = min(stage.limit_s, call.ends_at_s - began)
     log = folder / f"{stage.name}.log"
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -142,8 +142,8 @@ def run_stage(stage: Stage, folder: Path, *, root: Path, run: Run) -> Result:
         fault=fault,
         seconds=round(time.monotonic() - began, 1),
         began_at=began_at,
-        device=run.device,
-        code=run.code,
+        device=call.device,
+        code=call.code,
         tests=tests,
         record=record,
     )
