@@ -49,7 +49,7 @@ class Oracle:
 def answers_of(checkpoints: Checkpoints, folder: Path, jobs: Sequence[dict]) -> Oracle:
     """Answers of the jobs, each in a process of its own, as engines have.
 
-    Graphs of an engine that follows others in one process gave wrong answers on an H100, and right ones alone.
+    On an H100, two of many engines with graphs that followed others in one process answered wrongly (docs/hardware.md).
     """
     from tests.support.runs.background import run_script
 
