@@ -47,18 +47,10 @@ class Oracle:
 
 
 def answers_of(checkpoints: Checkpoints, folder: Path, jobs: Sequence[dict]) -> Oracle:
-    """Answers of the jobs, each in a process of its own, as engines have.
-
-    On an H100, two of many engines with graphs that followed others in one process answered wrongly (docs/hardware.md).
-    """
+    """Answers of the jobs."""
     from tests.support.runs.background import run_script
 
-    found: dict[str, list[dict]] = {}
-    for job in jobs:
-        folder.joinpath(job["name"]).mkdir()
-        files = oracle_files(checkpoints, folder / job["name"], [job])
-        found |= read_oracle(run_script("tests.support.engines.oracle", files)[1]).answers
-    return Oracle(found)
+    return read_oracle(run_script("tests.support.engines.oracle", oracle_files(checkpoints, folder, jobs))[1])
 
 
 def jobs_of_experts(checkpoints: Checkpoints) -> list[dict]:

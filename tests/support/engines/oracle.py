@@ -151,6 +151,7 @@ def run(job: Job) -> None:
     from vllm import LLM
     from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
     from vllm.model_executor.kernels.linear.scaled_mm import cpu
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.platforms import current_platform
 
     import rollout.worker.worker  # noqa: F401  the quirks are installed by it
@@ -198,6 +199,9 @@ def run(job: Job) -> None:
                 found |= {"sum_gaps": sum_gaps(llm, job.directories, directory, job.format, 100 * version + 100)}
             job.answers.append(found | {"blocks_changed_by_probe": blocks_changed_by_probe(llm)})
     del llm
+    # Engines of a process share rotary embeddings. vLLM 0.25 makes their tables part of a model's state in a reload,
+    # and the next engine without weights fills that with random numbers.
+    rotary_embedding._ROPE_DICT.clear()
     # vLLM would register its kernels again for each engine, and cannot once an engine in FP8 has imported numba
     type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)
     cpu.check_cpu_sgl_kernel, cpu.ops.create_onednn_scaled_mm = kept[:2]
