@@ -108,7 +108,6 @@ ALGORITHMS = View(
             columns=(
                 Column(field="num_steps", title="steps"),
                 Column(field="k3_median", title="k3 of sampler and trainer, median"),
-                Column(field="step_s", title="step, s"),
                 percent("held_out_before", "held-out accuracy before"),
                 *spread("held_out_after", "held-out accuracy after, %", scale=100.0),
                 *spread("points", "gain, points"),
