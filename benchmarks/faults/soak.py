@@ -38,8 +38,9 @@ COMPARED = 20
 KEYS = (
     *("algorithm.prompts_per_step=16", "evaluation.sets={}", "evaluation.bf16_before_after=false"),
     *("checkpoint.every=2", "engine.max_restarts=100000", "trainer.max_restarts=100000", "reward.max_restarts=100000"),
-    *("engine.progress_timeout_s=30", "engine.update_timeout_s=60", "trainer.progress_timeout_s=60"),
-    *("trainer.timeout_s=300", "publish.timeout_s=60", "reward.timeout_s=10", "wandb.mode=disabled"),
+    *("engine.progress_timeout_s=30", "engine.update_timeout_s=60", "engine.start_timeout_s=150"),
+    *("trainer.progress_timeout_s=60", "trainer.timeout_s=300", "publish.timeout_s=60", "reward.timeout_s=10"),
+    "wandb.mode=disabled",
 )
 NEVER = 1_000_000
 """Steps of the disturbed run, which is stopped before."""
