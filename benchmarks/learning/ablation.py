@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_seeds(parser, options.seeds)
     if BASE not in options.arms:
         parser.error(f"--arms lacks `{BASE}`: the other arms are compared with it; add it")
-    warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
+    warm = options.warm or warm_start(options.work / "warm", quick=options.quick, resume=options.resume)
     inputs = quickstart_inputs(options.warm)
     before = rows_before(options.json, resume=options.resume)
     rows = [row for row in before if row["what"] == "run"]

@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="keep the runs that OUT has")
     options = parser.parse_args(argv)
     check_seeds(parser, options.seeds)
-    warm = options.warm or warm_start(options.work / "warm", quick=options.quick)
+    warm = options.warm or warm_start(options.work / "warm", quick=options.quick, resume=options.resume)
     inputs = quickstart_inputs(options.warm)
     rows = rows_before(options.json, resume=options.resume)
     done = {(row["seed"], row["case"]) for row in rows}

@@ -136,8 +136,10 @@ def _gaps(rows: Sequence[Row], column: str, *, last_only: bool) -> list[float]:
     return gaps
 
 
-def warm_start(work: Path, *, quick: bool) -> Path:
-    """Make the example's data and warm start in `work`, which is returned."""
+def warm_start(work: Path, *, quick: bool, resume: bool = False) -> Path:
+    """Make the example's data and warm start in `work`, which is returned; with `resume` a whole one is kept."""
+    if resume and (work / "warm" / "config.json").is_file():
+        return work
     shutil.rmtree(work, ignore_errors=True)
     for name, command in commands(work, 1, (), warm_steps=QUICK_WARM_STEPS if quick else 0).items():
         if name in ("data", "model", "warm start"):
