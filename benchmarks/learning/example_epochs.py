@@ -137,8 +137,12 @@ def _gaps(rows: Sequence[Row], column: str, *, last_only: bool) -> list[float]:
 
 
 def warm_start(work: Path, *, quick: bool, resume: bool = False) -> Path:
-    """Make the example's data and warm start in `work`, which is returned; with `resume` a whole one is kept."""
-    if resume and (work / "warm" / "config.json").is_file():
+    """Make the example's data and warm start in a directory, which is returned; with `resume` a whole one is kept.
+
+    The directory is `work`; that of a quick one has another name, so that it is never kept for the other.
+    """
+    work = work.with_name(f"{work.name}-quick") if quick else work
+    if resume and (work / "warm" / "config.json").is_file():  # which is written last
         return work
     shutil.rmtree(work, ignore_errors=True)
     for name, command in commands(work, 1, (), warm_steps=QUICK_WARM_STEPS if quick else 0).items():

@@ -1,9 +1,12 @@
 """Curves of runs with and without drafts are compared seed by seed."""
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.harness.record import Row
-from benchmarks.learning.example_epochs import goals, main
+from benchmarks.learning import example_epochs
+from benchmarks.learning.example_epochs import goals, main, warm_start
 
 FEWER, REWARD, HELD_OUT = (
     "tokens per forward after epoch 0",
@@ -52,3 +55,22 @@ def test_one_seed_has_no_spread(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["--json", "unused", "--seeds", "1"])
     assert "--seeds 1: differences need 2 to 10" in capsys.readouterr().err
+
+
+def test_a_whole_warm_start_is_kept_on_resume_and_a_quick_one_never_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+
+    def make(command: list[str], *, check: bool) -> None:
+        made.append(" ".join(command))
+
+    monkeypatch.setattr(example_epochs.subprocess, "run", make)
+    work = tmp_path / "warm"
+    assert warm_start(work, quick=False, resume=True) == work and len(made) == 3, "there is none yet"
+    (work / "warm").mkdir(parents=True)
+    (work / "warm" / "config.json").touch()
+    assert warm_start(work, quick=False, resume=True) == work and len(made) == 3, "it is kept"
+    quick = warm_start(work, quick=True, resume=True)
+    assert quick != work and len(made) == 6 and all(str(quick) in line for line in made[3:])
+    assert warm_start(work, quick=False) == work and len(made) == 9, "made anew without resume"
