@@ -30,7 +30,7 @@ timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begi
 BENCHMARKS := at_scale control_plane drafting drafting.store_soak drafting.trees end_to_end faults faults.soak \
     learning.ablation learning.algorithms learning.example_epochs learning.guard learning.mismatch learning.quickstart \
     learning.soak packing planner planner.real_engines publish publish.delta publish.over_nodes report rollout \
-    rollout.sampling rollout.step_time
+    rollout.sampling rollout.step_time saves
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)

@@ -39,14 +39,14 @@ NUM_LAYERS, QUICK_LAYERS = 32, 2
 VERSION = WeightVersion(0)
 
 
-def write_model(directory: Path, *, quick: bool) -> Path:
-    """Write a Hugging Face directory with half a billion random BF16 weights."""
+def write_model(directory: Path, *, quick: bool, num_layers: int = NUM_LAYERS) -> Path:
+    """Write a Hugging Face directory with random BF16 weights: half a billion unless `num_layers` says otherwise."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
         "hidden_size": 1024,
-        "num_hidden_layers": QUICK_LAYERS if quick else NUM_LAYERS,
+        "num_hidden_layers": QUICK_LAYERS if quick else num_layers,
         "num_attention_heads": 16,
         "num_key_value_heads": 4,
         "head_dim": 64,

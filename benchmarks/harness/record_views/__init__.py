@@ -13,6 +13,7 @@ from benchmarks.harness.record_views import (
     rehearsal,
     report,
     rollout,
+    saves,
 )
 from benchmarks.harness.record_views.view import View
 
@@ -41,6 +42,7 @@ VIEWS: Mapping[str, View] = {
     "report": report.REPORT,
     "rollout": rollout.ROLLOUT,
     "sampling": rollout.SAMPLING,
+    "saves": saves.SAVES,
     "soak": learning.SOAK,
     "step_time": rollout.STEP_TIME,
 }
