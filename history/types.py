@@ -24,7 +24,7 @@ class PastResponse:
     sample: int
     """Index of the response within its group."""
     reward: float = math.nan
-    """NaN until the response is scored."""
+    """NaN until the response is scored, and for ever if the scoring failed."""
 
 
 def prompt_key(prompt_id: str) -> int:
@@ -46,6 +46,8 @@ class ActorProcess:
     pid: int
     created_s: float
     """When it started; process ids are used again."""
+    host: str = ""
+    """Name of its machine, for messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -71,6 +71,11 @@ class CorrectionConfig(Config):
         return self.mode in ("mis_product", "mis_geometric")
 
     @property
+    def has_band(self) -> bool:
+        """Whether the mode keeps ratios between `low` and `cap` only."""
+        return self.is_mask or self.mode in ("icepop", "icepop_sequence")
+
+    @property
     def counts_kept_tokens(self) -> bool:
         """Whether the loss's denominators wait for log-probabilities, because rejected tokens leave them."""
         can_reject = self.is_mask or self.veto_ratio > 0 or bool(self.rejections)

@@ -27,7 +27,8 @@ class GuardConfig(Config):
     margin: float = Field(default=0.5, gt=0, lt=1)
     """A step is healthy if no value is further on its way to the bound than this share."""
     caps: tuple[float, ...] = (1.5, 1.2)
-    """Successive caps of the correction, those below `algorithm.correction.cap`. Not for a mode without a cap."""
+    """Successive caps of the correction, those below `algorithm.correction.cap` and, in a mode with a band, above
+    `algorithm.correction.low`. Not for a mode without a cap."""
     bf16_layers: tuple[float, ...] = (0.25, 0.5)
     """Successive shares of the 8-bit decoder layers that become BF16, those with the worst SQNR first. Engines and
     trainer start again from a checkpoint for it."""

@@ -35,7 +35,7 @@ class Place:
     ranks: tuple[int, ...] = ()
     """Number of the engine, or rank of the trainer."""
     node: str = ""
-    """Address of the machine; empty where unknown."""
+    """Name or address of the machine, of the first one if there are several; empty where unknown."""
 
     def __str__(self) -> str:
         ranks = ranges(self.ranks)

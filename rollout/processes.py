@@ -167,6 +167,11 @@ class ProcessId:
     """Its log file, where `VARIABLE` named one; the name of the node is in it."""
     page: int = -1
     """Descriptor of its `rollout.progress` page; -1 if it leaves no marks."""
+    host: str = ""
+    """Name of its machine, for messages."""
+
+    def __str__(self) -> str:
+        return f"process {self.pid} on {self.host}" if self.host else f"process {self.pid}"
 
     @classmethod
     def of_this_process(cls, node_id: str) -> "ProcessId":
@@ -178,6 +183,7 @@ class ProcessId:
             created_s=me.create_time(),
             log=os.environ.get(VARIABLE, ""),
             page=page_descriptor(),
+            host=socket.gethostname(),
         )
 
     def stacks_file(self, when: str) -> Path | None:

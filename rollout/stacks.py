@@ -24,6 +24,7 @@ from pathlib import Path
 
 import psutil
 
+from history.own_files import opener
 from rollout.processes import STACKS_SIGNAL, ProcessId, family
 
 _QUIET_S, _LONGEST_S = 0.2, 1.0
@@ -38,10 +39,14 @@ def write_stacks(processes: Sequence[ProcessId], when: str) -> tuple[str, ...]:
 
     `when` becomes the last part of their names. A process without a log gets no file; its stacks are where its standard
     error goes.
+
+    Raises:
+        PlantedError: a planted link has the name of a file. The stacks of other processes are written.
     """
     with ThreadPoolExecutor(max_workers=max(len(processes), 1)) as threads:
-        files = threads.map(lambda process: _write_family(process, when), processes)
-        return tuple(str(file) for file in files if file is not None)
+        writing = [threads.submit(_write_family, process, when) for process in processes]
+    files = [each.result() for each in writing]  # after all have ended, so the error of one keeps none away
+    return tuple(str(file) for file in files if file is not None)
 
 
 def _write_family(process: ProcessId, when: str) -> Path | None:
@@ -52,7 +57,7 @@ def _write_family(process: ProcessId, when: str) -> Path | None:
             _by_faulthandler(member)
         return None
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8", errors="replace") as out:
+    with open(file, "a", encoding="utf-8", errors="replace", opener=opener) as out:
         for member in members:  # one after the other, because they may share a log
             try:
                 sections = _head(member), _by_faulthandler(member), _by_py_spy(member)

@@ -112,30 +112,46 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupColumns:
-    """All tokens of one group as one columnar object, held in the object store and not in the controller."""
+    """Tokens of consecutive responses of one group as one columnar object, held in the object store and not in the
+    controller: all of the group, or a part (`rollout.group_parts`).
+    """
 
     prompt_ids: TokenIds
     """[P]"""
     response_ids: TokenIds
-    """[S], the G responses one after another."""
+    """[S], the responses one after another."""
     rollout_logprobs: Logprobs
     """[S]"""
     resampled: Flags
     """[S], whether the token stands where a draft was rejected."""
     offsets: npt.NDArray[np.int64]
-    """[G + 1]; response g is `response_ids[offsets[g]:offsets[g + 1]]`."""
+    """[N + 1]; the n-th of these N responses is `response_ids[offsets[n]:offsets[n + 1]]`."""
+    first: int = 0
+    """Number, in the group, of the first response here."""
+
+    @property
+    def num_responses(self) -> int:
+        """N, the responses here."""
+        return len(self.offsets) - 1
 
     def response(self, sample: int) -> TokenIds:
-        """Token ids of response `sample`, [T]."""
-        return self.response_ids[self.offsets[sample] : self.offsets[sample + 1]]
+        """Token ids of response `sample` of the group, [T]. IndexError if it is not here; so in the next methods."""
+        return self.response_ids[self._of(sample)]
 
     def logprobs(self, sample: int) -> Logprobs:
         """`rollout_logprobs` of response `sample`, [T]."""
-        return self.rollout_logprobs[self.offsets[sample] : self.offsets[sample + 1]]
+        return self.rollout_logprobs[self._of(sample)]
 
     def resampled_in(self, sample: int) -> Flags:
         """`resampled` of response `sample`, [T]."""
-        return self.resampled[self.offsets[sample] : self.offsets[sample + 1]]
+        return self.resampled[self._of(sample)]
+
+    def _of(self, sample: int) -> slice:
+        place = sample - self.first
+        if not 0 <= place < self.num_responses:
+            here = range(self.first, self.first + self.num_responses)
+            raise IndexError(f"response {sample} is not in this part of the group, which has {here}")
+        return slice(int(self.offsets[place]), int(self.offsets[place + 1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,8 +256,8 @@ class EngineSlot:
 
 
 ColumnsRef = NewType("ColumnsRef", object)
-"""Opaque handle of a `GroupColumns`: an object-store reference in a run, the columns themselves in one process.
-The controller passes it on; the trainer rank that trains on the tokens resolves it."""
+"""Opaque handle of a part of a group's tokens, a `GroupColumns`: an object-store reference in a run, the columns
+themselves in one process. The controller passes it on; the trainer rank that trains on the tokens resolves it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +270,8 @@ class ScoredGroup:
     """[G], finite; a failed scoring gives the configured substitute, or 0 where the response is left out."""
     scores: tuple[Score, ...] = ()
     """[G], outcome of each scoring."""
-    columns: ColumnsRef
+    columns: tuple[ColumnsRef, ...]
+    """Parts of the tokens; `rollout.group_parts.part_numbers` of the lengths says which part holds which response."""
 
     def is_left_out(self, sample: int) -> bool:
         """Whether a response leaves the group because its scoring failed."""

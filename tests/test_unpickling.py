@@ -1,4 +1,4 @@
-"""Files of others are data: the history reads none that could run code, and nobody unpickles a file by surprise.
+"""Files of others are data: no package reads one that could run code, and nobody unpickles a file by surprise.
 
 Pickles between processes of one run travel through Ray and vLLM; the table names who reads them.
 """
@@ -29,12 +29,18 @@ BETWEEN_PROCESSES = {
     "rollout/worker/receiver.py": "the channel, from the engine",
     "rollout/worker/worker.py": "calls of the engine",
 }
-"""Files of `history` and `rollout` that unpickle bytes of another process of the run; none reads a file."""
+"""Files that unpickle bytes of another process of the run; none reads a file."""
+CHECKED_FILES = {
+    "megatron_rl/checkpoints/files.py": "`.metadata` of a checkpoint, by an unpickler with a list of what it may name",
+    "megatron_rl/cpu/shim.py": "code that this user's ranks have compiled, beside Megatron's source",
+}
+"""Files that read files which could run code, and why they may."""
+ROOMS = ("history", "rollout", "megatron_rl", "launcher")
 READS = {"open", "read_bytes", "read_text", "memmap", "fromfile"}
 
 
 def trees() -> Iterator[tuple[str, ast.Module]]:
-    for room in ("history", "rollout"):
+    for room in ROOMS:
         for path in sorted((ROOT / room).rglob("*.py")):
             yield path.relative_to(ROOT).as_posix(), ast.parse(path.read_text(encoding="utf-8"))
 
@@ -54,20 +60,60 @@ def calls(tree: ast.Module) -> Iterator[tuple[str, ast.Call]]:
 
 def test_only_the_listed_files_unpickle_and_none_of_them_reads_a_file() -> None:
     users = {name: tree for name, tree in trees() if imported(tree) & LOADERS}
-    assert set(users) == set(BETWEEN_PROCESSES)
-    assert {name: found for name, tree in users.items() if (found := {call for call, _ in calls(tree)} & READS)} == {}
+    assert set(users) == set(BETWEEN_PROCESSES) | set(CHECKED_FILES)
+    readers = {name for name, tree in users.items() if {call for call, _ in calls(tree)} & READS}
+    assert readers == set(CHECKED_FILES)
 
 
-def test_numpy_and_torch_load_files_without_pickles() -> None:
-    unsafe = []
-    for name, tree in trees():
-        for call, node in calls(tree):
-            settings = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
-            if call in ("np.load", "numpy.load") and settings.get("allow_pickle") != "False":
-                unsafe.append((name, call))
-            if call in ("torch.load", "yaml.load", "yaml.unsafe_load"):
-                unsafe.append((name, call))
-    assert unsafe == []
+def test_the_reader_of_checkpoints_unpickles_by_its_own_list_only() -> None:
+    (tree,) = (tree for name, tree in trees() if name == "megatron_rl/checkpoints/files.py")
+    loads = {call for call, _ in calls(tree) if call.endswith(("load", "loads"))}
+    assert loads == {"_Unpickler(stream).load", "torch.load"}
+
+
+def unsafe_loads(tree: ast.Module) -> Iterator[str]:
+    """Calls that would run what a file contains."""
+    safe_yaml = {"yaml.SafeLoader"} | {
+        node.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ClassDef) and [ast.unparse(base) for base in node.bases] == ["yaml.SafeLoader"]
+    }
+    for call, node in calls(tree):
+        settings = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+        loader = settings.get("Loader") or "".join(ast.unparse(argument) for argument in node.args[1:2])
+        is_unsafe = {
+            "np.load": settings.get("allow_pickle") != "False",
+            "numpy.load": settings.get("allow_pickle") != "False",
+            "torch.load": settings.get("weights_only") != "True",
+            "yaml.load": loader not in safe_yaml,
+            "load_all": True,
+            "yaml.unsafe_load": True,
+            "yaml.full_load": True,
+        }
+        if is_unsafe.get(call, False):
+            yield call
+
+
+def test_numpy_torch_and_yaml_load_files_without_what_could_run() -> None:
+    assert [(name, call) for name, tree in trees() for call in unsafe_loads(tree)] == []
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("np.load(file)", ["np.load"]),
+        ("np.load(file, allow_pickle=False)", []),
+        ("torch.load(file)", ["torch.load"]),
+        ("torch.load(file, weights_only=False)", ["torch.load"]),
+        ("torch.load(file, weights_only=True)", []),
+        ("yaml.load(text, yaml.Loader)", ["yaml.load"]),
+        ("class Own(yaml.Loader): pass\nyaml.load(text, Loader=Own)", ["yaml.load"]),
+        ("class Own(yaml.SafeLoader): pass\nyaml.load(text, Own)", []),
+        ("yaml.full_load(text)\nyaml.load_all(text)", ["yaml.full_load", "load_all"]),
+    ],
+)
+def test_the_search_finds_what_could_run(source: str, found: list[str]) -> None:
+    assert list(unsafe_loads(ast.parse(source))) == found
 
 
 class Planted:

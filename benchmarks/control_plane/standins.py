@@ -18,6 +18,7 @@ from history.store.prompt_store import StoreStats
 from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof
 from megatron_rl.weights.quantization_stats import QuantizationStats
 from rollout.engine.state import EngineProof, UpdateTimes
+from rollout.group_parts import most_parts, num_parts
 from rollout.processes import ProcessId
 from rollout.rewards.text_actor import WrittenSamples
 from rollout.tracing.forwards import FORWARD
@@ -31,6 +32,7 @@ from rollout.types import (
     WeightSpan,
     WeightVersion,
 )
+from rollout.weights.announcement import Announcement
 from rollout.weights.fingerprint_sums import NUM_GROUPS, NUM_VECTORS
 
 
@@ -60,9 +62,8 @@ class Host:
         self._ended: dict[int, int] = {}
         self._version: dict[int, int] = {}
 
-    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
-    async def generate_group(self, engine: int, group: PromptGroup, *_: object) -> tuple[GroupSummary, str]:
-        """All responses of a group, of lognormal lengths."""
+    async def generate_group(self, engine: int, group: PromptGroup, *_: object) -> tuple[object, ...]:
+        """All responses of a group, of lognormal lengths, and a word for each part of their tokens."""
         generator = np.random.default_rng(group.group_id)
         mean, size = self._sizes.mean_response_tokens, len(group.seeds)
         lengths = np.maximum(generator.lognormal(np.log(mean) - 0.32, 0.8, size), 1).astype(int).tolist()
@@ -78,7 +79,8 @@ class Host:
             started_at_s=time.time(),
             finished_at_s=time.time(),
         )
-        return summary, "columns"
+        parts = num_parts(lengths)
+        return (summary, *["part"] * parts, *[None] * (most_parts(group) - parts))
 
     async def ended_at_least(self, engine: int, count: int) -> int:
         """Responses that have ended; the stand-in ends a group when it gets it."""
@@ -89,13 +91,13 @@ class Host:
         del engine
         return []
 
-    async def check(self, engine: int, manifest: object) -> None:
-        """The manifest has travelled."""
+    async def check(self, engine: int, announced: Announcement, manifest: object = None) -> None:
+        """The manifest has travelled, or the version of a plan that the engine holds."""
 
-    async def update(self, engine: int, manifest: object, segments: object, with_sums: bool) -> UpdateTimes:
+    async def update(self, engine: int, announced: Announcement, segments: object, with_sums: bool) -> UpdateTimes:
         """A publish is applied."""
         del with_sums
-        self._version[engine] = manifest.weight_version  # type: ignore[attr-defined]
+        self._version[engine] = announced.weight_version
         return UpdateTimes(
             arrive_s=0.0, pause_s=0.0, apply_s=0.0, num_in_flight=0, num_recomputed_tokens=0, received_bytes=1
         )
@@ -167,13 +169,14 @@ class Host:
         logprobs = np.asarray(_logprobs(token_ids), dtype=np.float32)
         return TrainerProof(sums=self._sums(), probe=ProbeResult(logprobs=logprobs))
 
-    async def score(self, scorer: int, group: PromptGroup, columns: object) -> ScorerAnswer:
+    async def score(self, scorer: int, group: PromptGroup, *parts: object) -> ScorerAnswer:
         """Two kinds of rewards."""
         scores = tuple(Score(reward=float(sample % 2), status=ScoreStatus.OK) for sample in range(len(group.seeds)))
         return ScorerAnswer(scores=scores, process=ProcessId(node_id="", pid=scorer, created_s=0.0))
 
-    async def alive(self, scorer: int) -> None:
+    async def alive(self, scorer: int) -> ProcessId:
         """See `ScorerActor.alive`."""
+        return ProcessId(node_id="", pid=scorer, created_s=0.0)
 
     async def write_samples(self, scorer: int, groups: object, **_: object) -> WrittenSamples:
         """The samples are written."""

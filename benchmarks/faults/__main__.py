@@ -2,7 +2,7 @@
 
 `python -m benchmarks.faults --json OUT [--only PATTERN] [--seed N] [--resume]` disturbs a run for each cell of the
 table (`benchmarks.faults.cells`), about a minute each. `--only` chooses cells by a regular expression. A run whose exit
-code asks for it is started again, as SLURM would do.
+code asks for it is started again, as SLURM would do. The exit code is 1 if a row of the record is not as promised.
 """
 
 import re
@@ -28,6 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="keep the rows of the record, if there is one")
     parser.add_argument("--work", type=Path, default=Path("runs/bench/faults"))
     options = parser.parse_args(argv)
+    if not any(re.search(options.only, cell.name) for cell in cells()):
+        parser.error(f"--only {options.only!r} finds no cell")
     rows = rows_before(options.json, resume=options.resume)
     known = {row["cell"] for row in rows}
     chosen = [cell for cell in cells() if re.search(options.only, cell.name) and cell.name not in known]
@@ -43,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(row)
         print(f"{cell.name}: {'as promised' if row['as_promised'] else 'NOT as promised'}  {row}", flush=True)
         _write(options.json, rows)
-    return 0
+    return 0 if all(row["as_promised"] for row in rows) else 1
 
 
 def _undisturbed(work: Path, kind: RunKind) -> None:
@@ -55,7 +57,8 @@ def _undisturbed(work: Path, kind: RunKind) -> None:
 
 def _disturbed(work: Path, cell: Cell, *, seed: int) -> Row:
     run_dir = work / cell.name.replace(": ", "-").replace(" ", "-")
-    ended = run_disturbed(work / f"{cell.run}.yaml", run_dir, cell, seed=seed)
+    config = write_config(work, cell.run, scores_slowly=cell.moment.scores)
+    ended = run_disturbed(config, run_dir, cell, seed=seed)
     row = outcome(cell, run_dir, work / cell.run, ended)
     if row["as_promised"]:
         shutil.rmtree(run_dir)

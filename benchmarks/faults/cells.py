@@ -1,7 +1,7 @@
 """The table of faults: kinds of processes, phases, and what happens to the process. Pure."""
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -9,8 +9,12 @@ RunKind = Literal["exact", "ahead", "drafting"]
 """`exact`: a deterministic run, which ends with the weights of an undisturbed one. `ahead`: engines sample beside the
 trainer, and receive weights over sockets. `drafting`: engines draft from the history."""
 
+RUNS: Sequence[RunKind] = ("exact", "ahead", "drafting")
+
 Fault = Literal["kill", "freeze"]
 SIGNALS: dict[Fault, signal.Signals] = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
+FROZEN_S = 45.0
+"""Time for which a controller is frozen: longer than most deadlines of these runs, and than Ray's for a connection."""
 
 ROLES = {
     "controller": "",
@@ -20,6 +24,7 @@ ROLES = {
     "engine core": "VLLM::EngineCore",
     "scorer": "ray::ScorerActor",
     "text actor": "ray::TextActor",
+    "server of reward workers": "",
     "reward worker": "",
     "history shard": "ray::Shard",
     "history reader": "ray::Reader",
@@ -34,11 +39,13 @@ class Moment(NamedTuple):
     step: int
     part: str = ""
     """Of the phase; empty for the begin of the phase."""
+    scores: bool = False
+    """A call of the reward function is under way, both now and at the signal; the run's calls take long for that."""
 
     @property
     def max_delay_s(self) -> float:
         """Most time between this moment and the signal. A part of these runs lasts a tenth of a second."""
-        return 0.03 if self.part else 0.1
+        return 0.3 if self.scores else 0.03 if self.part else 0.1
 
 
 PHASES = {
@@ -46,6 +53,7 @@ PHASES = {
     "first publish": Moment("publish", 0),
     "evaluation": Moment("evaluate", 0),
     "rollout": Moment("rollout", 1),
+    "scoring": Moment("rollout", 1, scores=True),
     "train": Moment("train", 1),
     "publish": Moment("publish", 1),
     "sending of weights": Moment("publish", 1, "send"),
@@ -53,7 +61,14 @@ PHASES = {
     "checkpoint": Moment("checkpoint", 2),
     "end": Moment("checkpoint", 3),
 }
-"""Moments of a run at which a fault happens. Responses are scored during the rollout, as they end."""
+"""Moments of a run at which a fault happens."""
+
+IN_SCORING: Mapping[str, Sequence[Fault]] = {
+    "scorer": ("kill", "freeze"),
+    "reward worker": ("kill", "freeze"),
+    "engine core": ("kill",),
+}
+"""Faults of `scoring` in every kind of run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,20 +85,35 @@ class Cell:
         """For people and for `--only`."""
         return f"{self.run}: {self.fault} {self.role} in {self.phase}"
 
+    @property
+    def moment(self) -> Moment:
+        """When it happens."""
+        return PHASES[self.phase]
+
+    @property
+    def is_continued(self) -> bool:
+        """Whether the process is continued after `FROZEN_S`: nothing in a run watches the controller."""
+        return (self.role, self.fault) == ("controller", "freeze")
+
 
 def cells() -> Sequence[Cell]:
-    """All cells of the table.
-
-    A frozen controller is not among them: nobody in the run watches it, and the run goes on when it is continued.
-    """
-    scoring = ("scorer", "text actor", "reward worker")
+    """All cells of the table."""
+    aside = ("scorer", "text actor", "reward worker")  # a publish does not use them: a part of it is like its begin
     exact = [
         Cell(role=role, fault=fault, phase=phase, run="exact")
-        for role in ("controller", "trainer rank", "engine actor", "engine core", *scoring)
+        for role in ("controller", "trainer rank", "engine actor", "engine core", *aside)
         for fault in SIGNALS
         for phase, moment in PHASES.items()
-        if (role, fault) != ("controller", "freeze") and not (moment.part and role in scoring)
+        if not moment.scores and not (moment.part and role in aside)
     ]
+    scoring = [
+        Cell(role=role, fault=fault, phase="scoring", run=run)
+        for run in RUNS
+        for role, faults in IN_SCORING.items()
+        for fault in faults
+    ]
+    scoring += [Cell(role="server of reward workers", fault=fault, phase="scoring", run="exact") for fault in SIGNALS]
+    scoring.append(Cell(role="controller", fault="freeze", phase="scoring", run="exact"))
     exact += [
         Cell(role="progress reader", fault=fault, phase=phase, run="exact")
         for fault in SIGNALS
@@ -101,4 +131,4 @@ def cells() -> Sequence[Cell]:
         for fault in SIGNALS
         for phase in ("rollout", "train", "checkpoint")
     ]
-    return [*exact, *ahead, *drafting]
+    return [*exact, *scoring, *ahead, *drafting]

@@ -7,16 +7,20 @@ from pathlib import Path
 
 import yaml
 
+from benchmarks.faults import slow_reward
 from benchmarks.faults.cells import RunKind
 
 NUM_STEPS = 3
 PROMPTS, SAMPLES = 4, 4
 
+_REWARD: Mapping[str, object] = {"timeout_s": 5.0}
+SLOW_REWARD = {**_REWARD, "function": f"{slow_reward.__name__}.compute_score", "num_workers": 4}
+"""Scores are equal, so the run is compared with the undisturbed one of its kind."""
 _COMMON: Mapping[str, object] = {
     "num_steps": NUM_STEPS,
     "sampling": {"temperature": 1.0, "max_response_tokens": 48},
     "algorithm": {"prompts_per_step": PROMPTS, "group_size": SAMPLES, "filter": "none"},
-    "reward": {"timeout_s": 5.0},
+    "reward": _REWARD,
     "publish": {"timeout_s": 60.0},
     "checkpoint": {"every": 1},
     "wandb": {"mode": "disabled"},
@@ -45,8 +49,8 @@ def make_example(work: Path) -> None:
         subprocess.run(line, check=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def write_config(work: Path, kind: RunKind) -> Path:
-    """The configuration of a kind of run, in a file below `work`."""
+def write_config(work: Path, kind: RunKind, *, scores_slowly: bool = False) -> Path:
+    """The configuration of a kind of run, in a file below `work`. With `scores_slowly`, scoring takes seconds."""
     sets = {"held_out": {"path": str(work / "data" / "held_out.jsonl"), "max_response_tokens": 32, "limit": 8}}
     config = {
         **_COMMON,
@@ -55,8 +59,9 @@ def write_config(work: Path, kind: RunKind) -> Path:
         "data": {"train": [{"path": str(work / "data" / "train.jsonl")}], "max_prompt_tokens": 96},
         "evaluation": {"bf16_before_after": False, "sets": sets},
         **_OF_KIND[kind],
+        **({"reward": SLOW_REWARD} if scores_slowly else {}),
     }
-    path = work / f"{kind}.yaml"
+    path = work / f"{kind}{'-scoring' if scores_slowly else ''}.yaml"
     path.write_text(yaml.safe_dump(config), encoding="utf-8")
     return path
 

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.cells import PHASES, ROLES, SIGNALS, Cell
+from benchmarks.faults.cells import FROZEN_S, ROLES, SIGNALS, Cell
 from launcher.endings.kinds import Ending
 from launcher.run_dir.status import STATUS
 
@@ -22,6 +23,8 @@ MAX_STARTS = 3
 LIMIT_S = 900.0
 """Of one start: a run that hangs is killed, and its exit code is None."""
 _POLL_S = 0.002
+_SCORING_POLL_S = 0.02
+"""The same while calls of the reward function are looked for: a look reads all processes of the machine."""
 _SERVER = "rollout.rewards.worker_server"
 """In the titles of reward workers and of their parent."""
 
@@ -61,25 +64,56 @@ def _disturb(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell, genera
         if process.poll() is not None:
             return None
         time.sleep(_POLL_S)
-    time.sleep(generator.uniform(0.0, PHASES[cell.phase].max_delay_s))
-    found = targets(process, cell.role)
-    while not found and _is_in_phase(run_dir, cell) and process.poll() is None:  # it has not started yet
-        time.sleep(_POLL_S)
-        found = targets(process, cell.role)
+    if cell.moment.scores:
+        _wait_for_victims(process, run_dir, cell)
+    time.sleep(generator.uniform(0.0, cell.moment.max_delay_s))
+    found = _wait_for_victims(process, run_dir, cell)
     if not found:
         return None
     generator.choice(found).send_signal(SIGNALS[cell.fault])
-    return time.time()
+    hit_at_s = time.time()
+    if cell.is_continued:
+        time.sleep(FROZEN_S)
+        process.send_signal(signal.SIGCONT)
+    return hit_at_s
+
+
+def _wait_for_victims(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell) -> Sequence[psutil.Process]:
+    """Processes that a cell may hit; they may not have started yet. Empty if the run or the phase ends."""
+    found = victims(process, cell)
+    while not found and _is_in_phase(run_dir, cell) and process.poll() is None:
+        time.sleep(_SCORING_POLL_S if cell.moment.scores else _POLL_S)
+        found = victims(process, cell)
+    return found
 
 
 def _is_in_phase(run_dir: Path, cell: Cell) -> bool:
-    moment = PHASES[cell.phase]
+    moment = cell.moment
     try:
         now = json.loads((run_dir / STATUS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return False
     is_in_part = not moment.part or now["part"] == moment.part
     return bool(now["phase"] == moment.phase and now["step"] == moment.step and is_in_part)
+
+
+def victims(process: subprocess.Popen[bytes], cell: Cell) -> Sequence[psutil.Process]:
+    """Processes that a cell may hit now. If it hits scoring, a call is under way, and a reward worker has one."""
+    found = targets(process, cell.role)
+    if not found or not cell.moment.scores:
+        return found
+    busy = [each for each in targets(process, "reward worker") if _has_call(each)]
+    if cell.role == "reward worker":
+        return busy
+    return found if busy else []
+
+
+def _has_call(worker: psutil.Process) -> bool:
+    """Calls of `benchmarks.faults.slow_reward` have a process of their own."""
+    try:
+        return bool(worker.children())
+    except psutil.NoSuchProcess:
+        return False
 
 
 def targets(process: subprocess.Popen[bytes], role: str) -> Sequence[psutil.Process]:
@@ -90,11 +124,20 @@ def targets(process: subprocess.Popen[bytes], role: str) -> Sequence[psutil.Proc
         descendants = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
-    if role == "reward worker":
-        found = [each for each in descendants if _SERVER in _title(each) and _SERVER in _title(each.parent())]
+    if role in ("reward worker", "server of reward workers"):
+        is_worker = role == "reward worker"
+        family = [each for each in descendants if _SERVER in _title(each)]
+        found = [each for each in family if (_SERVER in _title(_parent(each))) == is_worker]
     else:
         found = [each for each in descendants if _title(each).startswith(ROLES[role])]
     return sorted(found, key=lambda each: each.pid)
+
+
+def _parent(process: psutil.Process) -> psutil.Process | None:
+    try:
+        return process.parent()
+    except psutil.Error:
+        return None
 
 
 def _title(process: psutil.Process | None) -> str:

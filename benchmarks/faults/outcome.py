@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from benchmarks.faults.cells import PHASES, Cell
+from benchmarks.faults.cells import Cell
 from benchmarks.faults.example import NUM_STEPS, PROMPTS, SAMPLES
 from benchmarks.faults.inject import Ended
 from benchmarks.harness.example_run import read_metrics
@@ -27,6 +27,13 @@ REPAIRS = (
     "reward/worker_restarts",
     "reward/repeated_calls",
 )
+REPEATED = {
+    "reissued_groups": "engine/reissued_groups",
+    "repeated_publishes": "publish/repeated",
+    "scorer_restarts": "reward/scorer_restarts",
+    "repeated_calls": "reward/repeated_calls",
+}
+"""Columns of what was repeated, beside steps, and the metrics that count it."""
 _SHM = re.compile(r"\.?mrl-.+")
 
 
@@ -47,6 +54,7 @@ def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended) -> Row:
         "trainer_restarts": steps[-1].get("trainer/restarts", 0) if steps else 0,
         "engine_restarts": steps[-1].get("engine/restarts", 0) if steps else 0,
         "repeated_steps": _abandoned(run_dir),
+        **{column: total(steps, metric) for column, metric in REPEATED.items()},
         "same_groups": complete,
         "left_behind": len(left_behind()),
     }
@@ -57,6 +65,16 @@ def outcome(cell: Cell, run_dir: Path, undisturbed: Path, ended: Ended) -> Row:
     return row
 
 
+def total(steps: Sequence[Mapping[str, float]], metric: str) -> float:
+    """A metric that counts since a process started, added up over the starts of a run: each begins at 0."""
+    counted, before = 0.0, 0.0
+    for step in steps:
+        now = step.get(metric, 0.0)
+        counted += now - before if now >= before else now
+        before = now
+    return counted
+
+
 def _until_next_step(cell: Cell, steps: Sequence[Mapping[str, float]], ended: Ended) -> dict[str, float]:
     """Seconds from the signal to the end of the step that was under way, or to the end of the run after the last step.
 
@@ -64,7 +82,7 @@ def _until_next_step(cell: Cell, steps: Sequence[Mapping[str, float]], ended: En
     """
     if ended.hit_at_s is None:
         return {}
-    step = PHASES[cell.phase].step
+    step = cell.moment.step
     ends = [row["time_s"] for row in steps if row["step"] == step and row["time_s"] > ended.hit_at_s]
     return {"until_next_step_s": round((ends[0] if ends else ended.ended_at_s) - ended.hit_at_s, 1)}
 

@@ -80,6 +80,10 @@ SCHEMES = {
 class Scorer:
     """Scores every response with 0."""
 
+    def alive(self) -> ProcessId:
+        """See `ScorerActor.alive`."""
+        return ProcessId.of_this_process("")
+
     def score(self, group: PromptGroup, columns: object) -> ScorerAnswer:
         """One score per response."""
         del columns

@@ -8,6 +8,7 @@ per prompt in shared memory (`history.index.segment`); engines map the segments.
 import faulthandler
 import shutil
 import signal
+import socket
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -69,7 +70,7 @@ class ReaderReport:
 def _this_process() -> ActorProcess:
     me = psutil.Process()
     node_id = str(ray.get_runtime_context().get_node_id())
-    return ActorProcess(node_id=node_id, pid=me.pid, created_s=me.create_time())
+    return ActorProcess(node_id=node_id, pid=me.pid, created_s=me.create_time(), host=socket.gethostname())
 
 
 def _write_stacks_on_signal() -> None:

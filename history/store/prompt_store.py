@@ -174,7 +174,10 @@ class PromptStore:
             self._evict()
 
     def note_rewards(self, prompt_key: int, step: int, rewards: Sequence[float]) -> None:
-        """Store all rewards of a visit, [G], in the order of its samples. Rewards of an unknown visit are ignored."""
+        """Store all rewards of a visit, [G], in the order of its samples; NaN for a response without a reward.
+
+        Rewards of an unknown visit are ignored.
+        """
         with self._lock:
             past = self._prompts.get(prompt_key)
             visit = next((v for v in past.visits if v.step == step), None) if past is not None else None

@@ -75,6 +75,14 @@ class _Actor:
     silent_since: float | None = None
     """When it first did not answer in time (`time.monotonic`); None if it has answered since."""
 
+    @property
+    def named(self) -> str:
+        """Its name and where it runs, for messages."""
+        process = None if self.last is None else self.last.process
+        if process is not None:
+            return f"{self.name} (process {process.pid} on {process.host})"
+        return f"{self.name} (on node {self.node})" if self.node else self.name
+
 
 class HistoryService:
     """All shards and readers of a run. Every method returns at once, except `restore`, `report`, `save` and `close`."""
@@ -162,7 +170,7 @@ class HistoryService:
             self._pending.append(reader.mark_filled.remote())
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
-        """Send the rewards of a step's groups to the shards, by prompt key, [G] each."""
+        """Send the rewards of a step's groups to the shards, by prompt key, [G] each; NaN where there is none."""
         for number, shard in enumerate(self.shards):
             shard_rewards = {key: tuple(group) for key, group in rewards.items() if key % len(self.shards) == number}
             if shard_rewards:
@@ -286,10 +294,10 @@ class HistoryService:
         now = time.monotonic()
         if actor.silent_since is None:
             actor.silent_since = now
-            self._record_loss(f"{actor.name} does not answer")
+            self._record_loss(f"{actor.named} does not answer")
         if now - actor.silent_since < HANG_S:
             return
-        self._record_loss(f"{actor.name} has not answered for {HANG_S:.0f} s and is restarted")
+        self._record_loss(f"{actor.named} has not answered for {HANG_S:.0f} s and is restarted")
         actor.silent_since = None
         process = None if actor.last is None else actor.last.process
         if process is not None and self._upkeep.end_hung is not None:

@@ -6,6 +6,7 @@ is the last of its file.
 """
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ class Trace:
     response_ids: npt.NDArray[np.int32]
     """[T]"""
     reward: float
+    """NaN for a response without one, because its scoring failed; `null` in the file."""
 
 
 def write_traces(path: Path, traces: Iterable[Trace]) -> None:
@@ -39,7 +41,7 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
                 "step": trace.step,
                 "prompt_id": trace.prompt_id,
                 "sample": trace.sample,
-                "reward": trace.reward,
+                "reward": None if math.isnan(trace.reward) else trace.reward,
                 "prompt_ids": trace.prompt_ids.tolist(),
                 "response_ids": trace.response_ids.tolist(),
             }
@@ -64,7 +66,7 @@ def read_traces(path: Path) -> Iterator[Trace]:
                     sample=int(row["sample"]),
                     prompt_ids=np.asarray(row["prompt_ids"], dtype=np.int32),
                     response_ids=np.asarray(row["response_ids"], dtype=np.int32),
-                    reward=float(row["reward"]),
+                    reward=math.nan if row["reward"] is None else float(row["reward"]),
                 )
             except (json.JSONDecodeError, KeyError, TypeError) as error:
                 raise ValueError(f"{path}:{number}: not a trace ({error!r})") from error

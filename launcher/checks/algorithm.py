@@ -79,8 +79,7 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
 
 def _correction(algorithm: AlgorithmConfig) -> list[str]:
     correction, problems = algorithm.correction, []
-    banded = correction.mode in ("icepop", "icepop_sequence", "mis_product", "mis_geometric")
-    if banded and correction.low >= correction.cap:
+    if correction.has_band and correction.low >= correction.cap:
         problems.append(
             f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
             f"{correction.cap}: mode {correction.mode} keeps weights between the two, here none; lower low"

@@ -6,6 +6,7 @@ process, also after an error: a command leaves no process, no shared memory and 
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -93,7 +94,8 @@ class Processes:
                 ).remote(spec)
             )
         self.started += engines
-        group = EngineGroup(engines, num_ranks=slots[0].num_ranks)
+        hosts = [slot.node or socket.gethostname() for slot in slots]
+        group = EngineGroup(engines, num_ranks=slots[0].num_ranks, hosts=hosts)
         return group, group.begin_start()
 
     def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> TrainerGroup:
@@ -143,7 +145,9 @@ class Processes:
     def _end_hung_history(self, name: str, process: ActorProcess) -> None:
         """Write the stacks of a shard or reader that hangs, and kill it; Ray restarts it."""
         log = "" if self.log_dir is None else str(self.log_dir / f"{name.replace(' ', '-')}.log")
-        hung = ProcessId(node_id=process.node_id, pid=process.pid, created_s=process.created_s, log=log)
+        hung = ProcessId(
+            node_id=process.node_id, pid=process.pid, created_s=process.created_s, log=log, host=process.host
+        )
         if folders := kill_on_nodes([hung], stacks=True):
             _log.warning("the stacks of %s are in %s", name, ", ".join(folders))
 

@@ -20,6 +20,7 @@ from functools import partial
 import psutil
 import ray
 from ray._private import ray_constants
+from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
@@ -150,6 +151,12 @@ def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
         RuntimeError: two nodes have the same name.
     """
     start_ray(cluster, num_actors=0)
+    if get_authentication_mode() != AuthenticationMode.TOKEN:  # it would have refused this process if it asked
+        _log.warning(
+            "the Ray cluster `cluster.address` = %s asks for no token: everybody who reaches it can run programs as "
+            "its user; start it with RAY_AUTH_MODE=token",
+            cluster.address,
+        )
     try:
         return ask_nodes(_in_order()[: cluster.max_nodes or None])
     finally:

@@ -13,6 +13,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rollout.config import RewardConfig
 from rollout.data.tokenizer import TokenizerFacts
 from rollout.failures import DeadlineError, Place
+from rollout.pool.heartbeat import Heartbeat
 from rollout.rewards.scorer_actor import ScorerActor
 from rollout.rewards.text_actor import TextActor
 
@@ -70,11 +71,17 @@ def start_text_processes(
         )
         actors.append(placed.remote(model, config) if number else placed.remote(model))
         note(actors[-1])
+    heartbeats = [Heartbeat(actor) for actor in actors]
+    for heartbeat in heartbeats:
+        heartbeat.ask()
     starting = [actor.start.remote() for actor in actors]
     done, _ = ray.wait(starting, num_returns=len(starting), timeout=LOAD_TIMEOUT_S)
     late = [number - 1 for number, ref in enumerate(starting) if ref not in done]
     if late:
-        place = Place(role="scorer", ranks=(late[0],)) if late[0] >= 0 else Place(role="text actor", ranks=(0,))
+        heartbeat = heartbeats[late[0] + 1]
+        heartbeat.ask()  # reads the answer to the first question
+        role, number = ("scorer", late[0]) if late[0] >= 0 else ("text actor", 0)
+        place = Place(role=role, ranks=(number,), node=heartbeat.host)
         raise DeadlineError(
             f"the controller waited {LOAD_TIMEOUT_S:.0f} s for {place} to load tokenizer and reward function", place
         )

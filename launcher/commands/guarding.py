@@ -2,7 +2,8 @@
 
 vLLM fixes the format of a layer when it builds the model, and a publish is planned for these formats. So an action on
 formats ends the run's processes after a checkpoint, and the run resumes with other engines, within the same command.
-Actions on formats whose engines do not fit, or that the checks refuse for another reason, are left out of the ladder.
+Actions on formats whose engines do not fit, or that the checks refuse for another reason, are left out of the ladder,
+and so are caps that would leave the correction's band empty.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +25,14 @@ def ladder_of(checked: CheckedRun, say: Callable[[str], None]) -> tuple[Action, 
     if guard.mode == "off":
         return ()
     layers = _layers_in_8_bits(checked)
+    low = correction.low if correction.has_band else 0.0
+    for cap in guard.caps:
+        if cap <= low:
+            say(f"guard: correction.cap = {cap:g} is no action of this run: correction.low = {low:g} is not below it")
     actions = ladder(
         guard,
         cap=correction.cap if correction.mode in CAPPED_MODES else None,
+        low=low,
         layers_in_8_bits=len(layers),
         kv_in_8_bits=config.engine.kv_format != "bf16",
         overlap=config.planner.overlap,

@@ -75,10 +75,13 @@ def load_evaluation_prompts(
 def _loaded(text_actor: ray.actor.ActorHandle, loading: Sequence[ray.ObjectRef]) -> tuple[LoadedPrompts, ...]:
     """Wait for files, for any time while the text actor's process answers; else it is restarted, and loads again."""
     heartbeat = Heartbeat(text_actor)
+    heartbeat.ask()
     while ray.wait(loading, num_returns=len(loading), timeout=LOOK_EVERY_S)[1]:
         if silent_s := heartbeat.missed():
-            _log.warning("the text actor has not answered for %.0f s and is restarted", silent_s)
-            ray.kill(text_actor, no_restart=False)
+            named = heartbeat.named("the text actor")
+            _log.warning("%s has not answered for %.0f s and is restarted", named, silent_s)
+            if folders := heartbeat.end():
+                _log.warning("the stacks of the text actor are in %s", ", ".join(folders))
     return tuple(ray.get(loading))
 
 

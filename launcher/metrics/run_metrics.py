@@ -19,7 +19,7 @@ _REWARD: tuple[Row, ...] = (
         "reward/repeated_calls",
         "responses",
         "total",
-        "Calls of the reward function that ran again, because another one ended their worker.",
+        "Calls of the reward function that ran again, because their worker was lost and they were not to blame.",
         "0",
     ),
     (

@@ -82,7 +82,12 @@ def _remove(folders: Sequence[Path]) -> None:
 
 
 def _sync_tree(path: Path) -> None:
-    """Flushes every file below `path` to disk; a rename must not precede the data."""
+    """Flushes every file below `path` to disk, then the folders that name them; a rename must not precede the data."""
+    folders = [path]
     for child in path.rglob("*"):
         if child.is_file():
             sync_file(child)
+        elif child.is_dir():
+            folders.append(child)
+    for folder in folders:
+        sync_folder(folder)

@@ -27,7 +27,15 @@ from typing import Self
 from history.own_files import opener, refuse_planted_links
 from launcher.checks.paths import folder_problems
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.atomic_files import append_line, drop_torn_line, read_rows, replace_rows, replace_text, sync_file
+from launcher.run_dir.atomic_files import (
+    append_line,
+    drop_torn_line,
+    read_rows,
+    replace_rows,
+    replace_text,
+    sync_file,
+    sync_folder,
+)
 from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.forward_traces import drop_torn_record
 
@@ -202,6 +210,8 @@ class RunDirectory:
         records = [path for each in steps for path in (self.samples_path(each), self.traces_path(each))]
         for path in [*(self.path / name for name in RECORDS), *records]:
             sync_file(path)
+        for folder in (self.path, self.path / "samples", self.path / "traces"):  # where those files are named
+            sync_folder(folder)
         return self._checkpoints.finish(step, keep_last)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:

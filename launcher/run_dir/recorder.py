@@ -23,6 +23,7 @@ from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.evaluation import EvaluationRow
 from rollout.failures import DeadlineError, Place
+from rollout.patience import Patience
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.heartbeat import LOOK_EVERY_S, Heartbeat
@@ -122,6 +123,7 @@ class RunRecorder:
             traces_path=str(self._directory.traces_path(step)) if self._record_traces else "",
             num_returned=self._table_rows,
         )
+        self._heartbeat.ask()
         _, evaluated = self._evaluated or (step, {})
         self._unlogged, self._evaluated = (step, {**metrics, **evaluated}), None
 
@@ -150,7 +152,7 @@ class RunRecorder:
         self._pending = self._unlogged = None
 
     def _written(self, writing: ray.ObjectRef) -> list[dict[str, object]]:
-        """The result of the text actor. One that hangs is restarted, and Ray repeats the call.
+        """The result of the text actor. One that hangs leaves its stacks and is restarted, and Ray repeats the call.
 
         Raises:
             DeadlineError: the process answers, and the samples are not written after the second try.
@@ -158,24 +160,27 @@ class RunRecorder:
         num_slow = 0
         while why := self._why_late(writing):
             num_slow += why == _SLOW
+            named = self._heartbeat.named("the text actor")
             if num_slow == 2:
                 raise DeadlineError(
-                    f"the controller waited {2 * WRITE_TIMEOUT_S:.0f} s for the text actor to write samples",
-                    Place(role="text actor"),
+                    f"the controller waited {2 * WRITE_TIMEOUT_S:.0f} s for {named} to write samples",
+                    Place(role="text actor", node=self._heartbeat.host),
                 )
-            self._progress.say(f"the text actor {why} and is restarted")
-            ray.kill(self._text_actor, no_restart=False)
+            self._progress.say(f"{named} {why} and is restarted")
+            if folders := self._heartbeat.end():
+                self._progress.say(f"the stacks of the text actor are in {', '.join(folders)}")
         written: WrittenSamples = ray.get(writing)
         self._writers.add(written.process)
+        self._heartbeat.note(written.process)
         return [dict(row) for row in written.rows]
 
     def _why_late(self, writing: ray.ObjectRef) -> str:
         """Wait for the text actor; empty if it has written, else why it is not waited for any more."""
-        deadline = time.monotonic() + WRITE_TIMEOUT_S
-        while not ray.wait([writing], timeout=LOOK_EVERY_S)[0]:
+        patience = Patience(WRITE_TIMEOUT_S)
+        while not ray.wait([writing], timeout=patience.look_s(LOOK_EVERY_S))[0]:
             if silent_s := self._heartbeat.missed():
                 return f"has not answered for {silent_s:.0f} s"
-            if time.monotonic() > deadline:
+            if patience.is_over():
                 return _SLOW
         return ""
 

@@ -43,10 +43,18 @@ def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
 
 def _consequence(key: str, config: RunConfig) -> str:
     """What else a changed key changes without a word."""
-    optimizer = config.trainer.optimizer
-    if key == "num_steps" and optimizer.decay != "constant" and not optimizer.decay_steps:
-        return f" (the learning rate now decays until step {config.num_steps}; fix it by trainer.optimizer.decay_steps)"
-    return ""
+    if key != "num_steps":
+        return ""
+    optimizers = {
+        "the learning rate": ("trainer.optimizer", config.trainer.optimizer),
+        "the critic's learning rate": ("trainer.critic.optimizer", config.trainer.critic.optimizer),
+    }
+    said = [
+        f"{rate} now decays until step {config.num_steps}; fix it by {name}.decay_steps"
+        for rate, (name, optimizer) in optimizers.items()
+        if optimizer.decay != "constant" and not optimizer.decay_steps
+    ]
+    return f" ({'; '.join(said)})" if said else ""
 
 
 def _refuse_renamed(saved: Path, before: Mapping[str, Value]) -> None:

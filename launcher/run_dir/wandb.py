@@ -6,11 +6,16 @@ the two loses the step in wandb and never logs it twice. `metrics.jsonl` has the
 
 Only this file imports wandb, inside functions. In offline mode wandb asks no question and opens no connection. If an
 online run cannot reach the server, the run goes on offline, and `wandb sync` uploads it later.
+
+wandb never ends a run, nor holds it for long. Metrics go to wandb's own process, which sends them when it can. A table
+of samples asks the server first, so without an answer steps are logged without it for a while. The end of the run waits
+for the server `FINISH_TIMEOUT_S` at most.
 """
 
 import json
 import os
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, Self
@@ -18,9 +23,16 @@ from typing import Protocol, Self
 from launcher.config.schema import WandbConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.atomic_files import replace_text
+from rollout.failures import brief
 
 CONNECT_TIMEOUT_S = 60.0
 """For which the start of a run waits for wandb's server."""
+FINISH_TIMEOUT_S = 120.0
+"""For which the end of a run waits until the server has everything."""
+SLOW_S = 10.0
+"""A table that takes longer has waited for a server that does not answer; wandb itself gives up after 19 s."""
+TABLES_AGAIN_S = 600.0
+"""For which no table is logged then."""
 
 SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "length", "finish_reason", "versions")
 
@@ -36,11 +48,24 @@ class _WandbRun(Protocol):
 class Tracker:
     """A wandb run; does nothing in mode `disabled`."""
 
-    def __init__(self, run: _WandbRun | None, state_path: Path, last_step: int, run_id: str) -> None:
+    def __init__(
+        self,
+        run: _WandbRun | None,
+        state_path: Path,
+        last_step: int,
+        run_id: str,
+        say: Callable[[str], None] = print,
+    ) -> None:
         """Call `Tracker.start` instead."""
         self._run = run
         self._state_path = state_path
         self._last_step = last_step
+        self._say = say
+        self._no_table_until_s = 0.0
+        """On the monotonic clock."""
+        self._answers = True
+        """Whether the last table was logged in time."""
+        self._num_without_table = 0
         self.run_id = run_id
         """The same after every resume; empty when disabled."""
 
@@ -55,17 +80,17 @@ class Tracker:
     ) -> Self:
         """Starts or continues the wandb run of `run_dir`; `settings` is the resolved configuration.
 
-        `say` receives a line if the server cannot be reached.
+        `say` receives a line if the server cannot be reached, now or later.
 
         Raises:
             ConfigError: `wandb.mode` = online without a key, or with one that the server refuses.
         """
         state_path = run_dir / "wandb" / "tracking.json"
         if config.mode == "disabled":
-            return cls(None, state_path, -1, "")
+            return cls(None, state_path, -1, "", say)
         state = json.loads(state_path.read_text(encoding="utf-8")) if state_path.exists() else {}
         run_id = state.get("run_id") or secrets.token_hex(4)
-        tracker = cls(None, state_path, state.get("last_step", -1), run_id)
+        tracker = cls(None, state_path, state.get("last_step", -1), run_id, say)
         tracker._save()
         tracker._run = _start_run(config, run_dir, run_id, settings, say)
         return tracker
@@ -76,14 +101,61 @@ class Tracker:
             return False
         self._last_step = step
         self._save()
-        self._run.log({**metrics, **({"samples": _table(step, samples)} if samples else {})}, step=step)
+        if not samples or not self._log_with_table(self._run, step, metrics, samples):
+            self._log_alone(self._run, step, metrics)
         return True
 
-    def finish(self) -> None:
-        """Ends the wandb run; its data are on disk (offline) or uploaded (online)."""
-        if self._run is not None:
-            self._run.finish()
+    def _log_with_table(
+        self, run: _WandbRun, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]]
+    ) -> bool:
+        """Whether the step was logged; tables pause after one for which the server has not answered."""
+        begin_s, problem = time.monotonic(), ""
+        if begin_s < self._no_table_until_s:
+            self._num_without_table += 1
+            return False
+        try:
+            run.log({**metrics, "samples": _table(step, samples)}, step=step)
+        except Exception as error:  # of wandb's process and of its server; their classes are not public
+            problem = brief(error)
+            self._num_without_table += 1
+        duration_s = time.monotonic() - begin_s
+        why = problem or (f"for {duration_s:.0f} s" if duration_s > SLOW_S else "")
+        if why:
+            self._no_table_until_s = time.monotonic() + TABLES_AGAIN_S
+        if why and self._answers:
+            self._say(
+                f"wandb does not answer ({why}): the run goes on, and logs steps without their table of samples until "
+                "it answers; `samples/` has all of them"
+            )
+        self._answers = not why
+        return not problem
+
+    def _log_alone(self, run: _WandbRun, step: int, metrics: Mapping[str, float]) -> None:
+        """Log metrics without a table, which waits for no server."""
+        try:
+            run.log(dict(metrics), step=step)
+        except Exception as error:  # wandb's process has ended
             self._run = None
+            self._say(
+                f"wandb takes no more steps ({brief(error)}): the run goes on without it; `metrics.jsonl` has all steps"
+            )
+
+    def finish(self) -> None:
+        """Ends the wandb run; its data are on disk (offline) or uploaded (online), as far as the server answers."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        if self._num_without_table:
+            self._say(
+                f"wandb has no table of samples for {self._num_without_table} step(s); `samples/` has all of them"
+            )
+        try:
+            run.finish()
+        except Exception as error:  # also wandb's TimeoutError; a finished run does not fail because of it
+            self._say(
+                f"wandb has not taken all data ({brief(error)}); upload them later by `wandb sync "
+                f"{self._state_path.parent}/*run-*-{self.run_id}`"
+            )
 
     def _save(self) -> None:
         self._state_path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +202,8 @@ def _begin(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[st
         settings=wandb.Settings(
             silent=config.mode == "offline",
             init_timeout=CONNECT_TIMEOUT_S,
+            finish_timeout=FINISH_TIMEOUT_S,
+            finish_timeout_raises=True,
             console="off",
             disable_git=True,
             save_code=False,

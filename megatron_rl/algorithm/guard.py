@@ -184,18 +184,25 @@ def reason(seen: Observation, config: GuardConfig) -> str:
 
 
 def ladder(
-    config: GuardConfig, *, cap: float | None, layers_in_8_bits: int, kv_in_8_bits: bool, overlap: int
+    config: GuardConfig,
+    *,
+    cap: float | None,
+    low: float = 0.0,
+    layers_in_8_bits: int,
+    kv_in_8_bits: bool,
+    overlap: int,
 ) -> tuple[Action, ...]:
     """All actions of a run, cheapest first.
 
     Args:
         config: the guard's rules.
         cap: of the correction; None for a mode without one.
+        low: lower end of the correction's band; 0 for a mode without one. A cap at or below it would keep nothing.
         layers_in_8_bits: decoder layers with 8-bit weights; 0 if all are BF16.
         kv_in_8_bits: whether engines hold keys and values in 8 bits.
         overlap: steps that are sampled ahead.
     """
-    actions = [Action(kind="cap", value=value) for value in config.caps if cap is not None and value < cap]
+    actions = [Action(kind="cap", value=value) for value in config.caps if cap is not None and low < value < cap]
     counts = sorted({math.ceil(share * layers_in_8_bits) for share in config.bf16_layers if layers_in_8_bits})
     actions += [Action(kind="bf16_layers", value=count) for count in counts if count < layers_in_8_bits]
     actions += [Action(kind="overlap", value=value) for value in reversed(range(overlap)) if config.lower_overlap]

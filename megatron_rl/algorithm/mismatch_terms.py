@@ -120,7 +120,7 @@ def _weight_terms(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Term
     weights = correction_weights(logprobs, config=config)
     ratio = importance_ratio(logprobs, mode=config.mode)
     low = _weight_floor(config)
-    clipped = (ratio > config.cap) | (ratio < low) if _has_band(config) else ratio > config.cap
+    clipped = (ratio > config.cap) | (ratio < low) if config.has_band else ratio > config.cap
     clipped_tokens = logprobs.spread(clipped) if by_sequence else clipped
     means = sequence_mean(weights, logprobs.lengths)
     ratio_means = ratio if by_sequence else sequence_mean(ratio, logprobs.lengths)
@@ -163,7 +163,7 @@ def _weight_metrics(sums: Scalars, maxima: Scalars, *, config: CorrectionConfig)
         "rollout_is_seq_fraction_low": sums["w_seq_low"] / sequences,
         "clip_fraction": sums["w_clipped"] / tokens,
     }
-    if _has_band(config):
+    if config.has_band:
         metrics["rollout_is_oob_ratio"] = metrics["clip_fraction"]
     if config.batch_normalize:
         factor = seq_mean if is_sequence_mode(config.mode) else mean
@@ -171,13 +171,9 @@ def _weight_metrics(sums: Scalars, maxima: Scalars, *, config: CorrectionConfig)
     return metrics
 
 
-def _has_band(config: CorrectionConfig) -> bool:
-    return config.mode.startswith(("icepop", "mis_"))
-
-
 def _weight_floor(config: CorrectionConfig) -> float:
     """Ratios below this count as low. Modes without a band use 1 / cap."""
-    return config.low if _has_band(config) else 1.0 / config.cap
+    return config.low if config.has_band else 1.0 / config.cap
 
 
 def _keep_terms(logprobs: PackedLogprobs, *, config: CorrectionConfig) -> Terms:

@@ -20,6 +20,7 @@ from megatron_rl.algorithm.filters import GroupSignal
 from megatron_rl.algorithm.plug_in import Loaded, load_stage
 from megatron_rl.algorithm_settings import ADVANTAGES, FILTERS, SHAPINGS, AdvantageChoice
 from megatron_rl.config import AlgorithmConfig
+from rollout.group_parts import part_numbers
 from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup, WeightSpan
 
 
@@ -30,7 +31,10 @@ class TrainingSample:
     group_id: GroupId
     sample: int
     """Index of the response in its group: `columns.response(sample)`."""
+    part: int
+    """Number of the part of the group's tokens that holds the response."""
     columns: ColumnsRef
+    """Handle of that part."""
     num_prompt_tokens: int
     num_response_tokens: int
     reward: float
@@ -185,20 +189,31 @@ def _sampled(judged: _Judged, signal: GroupSignal, *, policy_version: int, algor
     rewards = signal.outcome.rewards
     advantages = np.zeros_like(rewards) if signal.advantages is None else signal.advantages
     reasons = judged.scored.summary.finish_reasons
+    parts = part_numbers(judged.scored.summary.lengths)
     samples = tuple(
-        _sample(judged.scored, index, reward=reward, advantage=advantage, policy_version=policy_version)
+        _sample(
+            judged.scored,
+            index,
+            part=parts[index],
+            reward=reward,
+            advantage=advantage,
+            policy_version=policy_version,
+        )
         for index, reward, advantage in zip(judged.indices, rewards.tolist(), advantages.tolist(), strict=True)
         if not (algorithm.mask_truncated and reasons[index].is_truncated)
     )
     return replace(judged.survey, samples=samples, masked_truncated=len(judged.indices) - len(samples))
 
 
-def _sample(scored: ScoredGroup, index: int, *, reward: float, advantage: float, policy_version: int) -> TrainingSample:
+def _sample(
+    scored: ScoredGroup, index: int, *, part: int, reward: float, advantage: float, policy_version: int
+) -> TrainingSample:
     summary = scored.summary
     return TrainingSample(
         group_id=scored.group.group_id,
         sample=index,
-        columns=scored.columns,
+        part=part,
+        columns=scored.columns[part],
         num_prompt_tokens=summary.num_prompt_tokens,
         num_response_tokens=summary.lengths[index],
         reward=reward,

@@ -25,6 +25,7 @@ from megatron_rl.trainer.actor import TrainerActor
 from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof, TrainerSpec
 from megatron_rl.trainer.rank_watch import RankWatch
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of, ranges
+from rollout.patience import LOOK_S, Patience
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.transports.base import StoreAddress
@@ -53,6 +54,9 @@ class SpmdGroup:
         self._watch: RankWatch | None = None
         self._look: tuple[list[ray.ObjectRef], float] = ([], -LOOK_EVERY_S)
         """Calls that ask whether ranks live, and when they were made."""
+        self._checked_s = -LOOK_EVERY_S
+        self._idle_s = 0.0
+        """Time for which these calls were waited for."""
 
     @property
     def num_ranks(self) -> int:
@@ -82,18 +86,17 @@ class SpmdGroup:
     def wait(self, refs: Sequence[ray.ObjectRef], method: str, *, timeout_s: float | None = None) -> list[object]:
         """Results of a call that `begin` started, in rank order; errors as for `call`."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
+        patience = Patience(limit_s)
         pending = list(refs)
         if self._watch is not None:
             self._watch.begin()
         while pending:
-            left_s = max(0.0, deadline - time.monotonic())
-            wait_s = left_s if self._watch is None else min(left_s, self._watch.look_every_s)
-            done, pending = ray.wait(pending, timeout=wait_s, fetch_local=False)
+            look_s = patience.look_s(LOOK_S if self._watch is None else self._watch.look_every_s)
+            done, pending = ray.wait(pending, timeout=look_s, fetch_local=False)
             for ref in done:
                 self._raise_if_failed(refs, refs.index(ref), method)
             late = [refs.index(ref) for ref in pending]
-            if not done and wait_s == left_s:
+            if patience.is_over(ended_early=bool(done)) and not done:
                 self._end_late(late, method, f"had not returned after {limit_s:.0f} s, for which the controller waited")
             if self._watch is not None and self._watch.hangs(late):
                 silent_s = self._watch.timeout_s
@@ -111,7 +114,9 @@ class SpmdGroup:
         done, pending = ray.wait(asking, num_returns=len(asking), timeout=0, fetch_local=False) if asking else ([], [])
         for ref in done:
             self._raise_if_failed(asking, asking.index(ref), "process")
-        if pending and now_s - asked_s > IDLE_TIMEOUT_S:
+        self._idle_s = self._idle_s + min(now_s - self._checked_s, 2 * LOOK_S) if pending else 0.0
+        self._checked_s = now_s
+        if self._idle_s > IDLE_TIMEOUT_S:
             why = f"had not returned after {IDLE_TIMEOUT_S:.0f} s, for which the controller waited"
             self._end_late([asking.index(ref) for ref in pending], "process", why)
         if not pending and now_s - asked_s >= LOOK_EVERY_S:
@@ -120,8 +125,9 @@ class SpmdGroup:
     def _end_late(self, late: Sequence[int], method: str, why: str) -> NoReturn:
         """Kill the group, because these ranks are late. The error names those for which the others wait, if known."""
         report = None if self._watch is None else self._watch.report(late)
+        host = self._processes[late[0]].host if self._processes else ""
         named, node, marks = (
-            (tuple(late), "", "") if report is None else (report.suspects, report.node, f": {report.text}")
+            (tuple(late), host, "") if report is None else (report.suspects, report.node, f": {report.text}")
         )
         folders = kill_on_nodes(self._processes, stacks=True)
         self.kill()

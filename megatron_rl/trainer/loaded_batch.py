@@ -17,6 +17,7 @@ import torch
 
 from megatron_rl.algorithm.correction import PackedLogprobs
 from megatron_rl.batching.batch import MicroBatch, RankMiniBatch
+from megatron_rl.batching.selection import TrainingSample
 from megatron_rl.model.copies import on_device
 from megatron_rl.model.packed_batch import PackedBatch, pack_batch
 from rollout.types import ColumnsRef, GroupColumns, GroupId
@@ -120,7 +121,7 @@ def load_mini_batch(
 ) -> LoadedMiniBatch:
     """Fetch and pack the micro batches of this rank."""
     micro_batches = batch.micro_batches
-    refs = {sample.group_id: sample.columns for micro in micro_batches for sample in micro.samples}
+    refs = {_part_of(sample): sample.columns for micro in micro_batches for sample in micro.samples}
     columns = dict(zip(refs, fetch(list(refs.values())), strict=True))
     return LoadedMiniBatch(
         micro_batches=tuple(_load(micro, columns, multiple_of=multiple_of, device=device) for micro in micro_batches),
@@ -129,14 +130,16 @@ def load_mini_batch(
     )
 
 
+def _part_of(sample: TrainingSample) -> tuple[GroupId, int]:
+    return sample.group_id, sample.part
+
+
 def _load(
-    micro: MicroBatch, columns: dict[GroupId, GroupColumns], *, multiple_of: int, device: torch.device
+    micro: MicroBatch, columns: dict[tuple[GroupId, int], GroupColumns], *, multiple_of: int, device: torch.device
 ) -> LoadedMicroBatch:
-    groups = [columns[sample.group_id] for sample in micro.samples]
-    pairs = [
-        (group.prompt_ids, group.response(sample.sample)) for group, sample in zip(groups, micro.samples, strict=True)
-    ]
-    rollout = [group.logprobs(sample.sample) for group, sample in zip(groups, micro.samples, strict=True)]
+    parts = [columns[_part_of(sample)] for sample in micro.samples]
+    pairs = [(part.prompt_ids, part.response(sample.sample)) for part, sample in zip(parts, micro.samples, strict=True)]
+    rollout = [part.logprobs(sample.sample) for part, sample in zip(parts, micro.samples, strict=True)]
     advantages = [np.full(sample.num_response_tokens, sample.advantage, dtype=np.float32) for sample in micro.samples]
     lengths = [sample.num_response_tokens for sample in micro.samples]
     loss_mask = torch.ones(sum(lengths), dtype=torch.bool)  # the plan counts all response tokens as sampled, too

@@ -2,8 +2,8 @@
 
 Importing this module is cheap: the actor imports vLLM when it is constructed, in its own process.
 
-Invariant: the actor only forwards calls. It returns a group as two objects, so that the controller fetches the summary
-and keeps only a reference to the tokens.
+Invariant: the actor only forwards calls. It returns a group as several objects, so that the controller fetches the
+summary and keeps only references to the tokens, and a trainer rank fetches the parts that it trains on.
 """
 
 import gc
@@ -16,11 +16,13 @@ from history.drafting.stats import DraftStats
 from rollout.engine.history_sender import HistorySender
 from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineProgress, EngineProof, EngineState, EngineStats, UpdateTimes
+from rollout.group_parts import joined, most_parts, split
 from rollout.planning.migration import InFlight
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
+from rollout.weights.announcement import Announcement
 from rollout.weights.fingerprint_sums import Fingerprint, Lenience
 from rollout.weights.manifest import Required, WeightManifest
 
@@ -43,9 +45,7 @@ class EngineActor:
     async def start(self) -> ProcessId:
         """See `Engine.start`."""
         await self._engine.start()
-        # imported objects stay alive; a garbage collection that scans them would block the event loop for 0.4 s
-        gc.collect()
-        gc.freeze()
+        _never_scan_again()  # what was imported
         return ProcessId.of_this_process(await self.node_id())
 
     async def ping(self) -> None:
@@ -56,12 +56,17 @@ class EngineActor:
         """See `Engine.shutdown`."""
         self._engine.shutdown()
 
-    @ray.method(num_returns=2)  # type: ignore[untyped-decorator]
     async def generate_group(
-        self, group: PromptGroup, summary: GroupSummary | None = None, columns_so_far: GroupColumns | None = None
-    ) -> tuple[GroupSummary, GroupColumns]:
-        """See `Engine.generate_group`."""
-        return await self._engine.generate_group(group, summary, columns_so_far)
+        self, group: PromptGroup, summary: GroupSummary | None = None, *parts_so_far: GroupColumns
+    ) -> tuple[GroupSummary | GroupColumns | None, ...]:
+        """See `Engine.generate_group`. Call it with `num_returns=1 + most_parts(group)`.
+
+        Returns the summary, the parts of the tokens, and None for each part that the group does not have.
+        """
+        columns_so_far = joined(parts_so_far) if parts_so_far else None
+        result, columns = await self._engine.generate_group(group, summary, columns_so_far)
+        parts = split(columns)
+        return (result, *parts, *[None] * (most_parts(group) - len(parts)))
 
     async def ended_at_least(self, count: int) -> int:
         """See `Engine.ended_at_least`."""
@@ -99,15 +104,16 @@ class EngineActor:
         """See `EngineWeights.required`."""
         return self._engine.weights.required
 
-    async def check(self, manifest: WeightManifest) -> None:
-        """See `EngineWeights.check`."""
-        self._engine.weights.check(manifest)
+    async def check(self, announced: Announcement, manifest: WeightManifest | None = None) -> None:
+        """See `EngineWeights.accept`."""
+        self._engine.weights.accept(announced, manifest)
+        if manifest is not None:
+            _never_scan_again()  # the manifest
 
-    async def update(
-        self, manifest: WeightManifest, segments: Mapping[int, str], with_sums: bool = True
-    ) -> UpdateTimes:
-        """See `EngineWeights.update`."""
-        return await self._engine.weights.update(manifest, segments, with_sums=with_sums)
+    async def update(self, announced: Announcement, segments: Mapping[int, str], with_sums: bool = True) -> UpdateTimes:
+        """See `EngineWeights.update`; the engine must hold the plan (`check`)."""
+        weights = self._engine.weights
+        return await weights.update(weights.announced(announced), segments, with_sums=with_sums)
 
     async def sleep(self) -> None:
         """See `EngineWeights.sleep`."""
@@ -185,3 +191,12 @@ class EngineActor:
     async def kernel_notes(self) -> list[str]:
         """See `Engine.kernel_notes`."""
         return await self._engine.kernel_notes()
+
+
+def _never_scan_again() -> None:
+    """Take all objects that live now out of later garbage collections, which block the event loop.
+
+    A collection that scans the imported modules takes 0.4 s, one that scans the manifest of a large model 0.1 s.
+    """
+    gc.collect()
+    gc.freeze()

@@ -8,6 +8,9 @@ continue with the old ones, or finish first.
 Versions are stamped here (decision 42): at each update, after the last output of the old weights has been counted,
 every response records its number of tokens.
 
+A manifest reaches the engine once, and its ranks once; later publishes of the same plan are announced
+(`rollout.weights.announcement`).
+
 Invariants: no token is sampled between the first applied byte of an update and `resume`; a fault before that byte
 changes nothing.
 """
@@ -27,7 +30,8 @@ from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineFencedError, EngineProof, EngineStatus, UpdateTimes, WeightsRefusedError
 from rollout.transports.base import Channel, GroupChannel
 from rollout.types import WeightVersion
-from rollout.weights.checkpoint_tensors import check_manifest
+from rollout.weights.announcement import Announcement, HeldPlan, SentPlan
+from rollout.weights.checkpoint_tensors import check_plan, check_publish
 from rollout.weights.fingerprint_sums import Fingerprint, Lenience, add_up, difference
 from rollout.weights.manifest import Box, Required, TensorSpec, WeightManifest
 from rollout.worker import vllm_compat
@@ -36,6 +40,8 @@ from rollout.worker.receiver import Loaded, UpdateOrder
 ARRIVAL_POLL_S = 0.005
 GRACE_S = 30.0
 """Extra time for a rank to report a late peer itself, before the engine reports the rank."""
+_ALL_RANKS = 0
+"""Number of the ranks together, as a receiver of a plan: they begin and end with the engine."""
 
 
 class EngineWeights:
@@ -63,6 +69,10 @@ class EngineWeights:
         self.required: list[Required] = []
         """The parts of a publish that each rank receives; known after the start."""
         self._expected: tuple[TensorSpec, ...] = ()
+        self._held = HeldPlan()
+        self._of_ranks = SentPlan()
+        self._checked: WeightManifest | None = None
+        """A manifest of the plan that was checked last; later publishes of the plan fit, too."""
         self._channel: Channel | None = None
         self._asleep: set[str] = set()
         """Parts whose memory the engine has released."""
@@ -97,8 +107,33 @@ class EngineWeights:
             await self._handle.ranks("open_channel", pickle.dumps(channel))
             self._channel = channel
 
+    def accept(self, announced: Announcement, manifest: WeightManifest | None = None) -> None:
+        """Check an announced publish, by the manifest that came with it or by the one that the engine holds.
+
+        Raises:
+            WeightsRefusedError: as for `check` and `announced`.
+        """
+        if manifest is None:
+            self.check(self.announced(announced))
+            return
+        self.check(manifest.of_version(announced.weight_version))
+        self._held.keep(announced, manifest)
+
+    def announced(self, announced: Announcement) -> WeightManifest:
+        """The manifest of an announced publish.
+
+        Raises:
+            WeightsRefusedError: the engine does not hold its plan.
+        """
+        try:
+            return self._held.manifest(announced)
+        except RuntimeError as error:
+            raise self._refusal(announced.weight_version, error) from error
+
     def check(self, manifest: WeightManifest) -> None:
         """Check a manifest; this is cheap, so every engine is asked before any weights are sent.
+
+        A plan is checked once, because its parts never change.
 
         Raises:
             WeightsRefusedError: the manifest is of another run or format, stale or inconsistent, does not match the
@@ -107,17 +142,19 @@ class EngineWeights:
         # a version that was applied and never served may be published again: another engine died before the probe
         unproven = self.status is EngineStatus.APPLYING
         try:
-            check_manifest(
+            check_publish(
                 manifest,
-                self._expected,
                 run_id=self.spec.run_id,
                 format=self.spec.config.format,
                 current=WeightVersion(self.version - unproven),
             )
-            for rank, required in enumerate(self.required):
-                manifest.check_required(rank, required)
+            if self._checked is None or not manifest.follows_plan_of(self._checked):
+                check_plan(manifest, self._expected)
+                for rank, required in enumerate(self.required):
+                    manifest.check_required(rank, required)
+                self._checked = manifest
         except RuntimeError as error:
-            raise self._refusal(manifest, error) from error
+            raise self._refusal(manifest.weight_version, error) from error
 
     async def update(
         self, manifest: WeightManifest, segments: Mapping[int, str] | None = None, *, with_sums: bool = True
@@ -134,12 +171,17 @@ class EngineWeights:
             EngineFencedError: the weights are mixed, and the engine is fenced. A streaming channel is closed.
         """
         timeout_s, started = self.spec.config.update_timeout_s, time.perf_counter()
-        order = UpdateOrder(manifest=manifest, segments=dict(segments or {}), timeout_s=timeout_s, with_sums=with_sums)
         async with self._updating:
             self._check_awake("weights")
             try:
                 self.check(manifest)
-                await self._announce(order)
+                order = UpdateOrder(
+                    announced=self._of_ranks.announce(manifest),
+                    segments=dict(segments or {}),
+                    timeout_s=timeout_s,
+                    with_sums=with_sums,
+                )
+                await self._announce(order, manifest)
             except WeightsRefusedError:
                 await self._leave_stream()
                 await self._sync_vllm()  # the engine may have been drained
@@ -189,18 +231,21 @@ class EngineWeights:
             if self.status is EngineStatus.SERVING:
                 await self._handle.llm.pause_generation(mode="wait", clear_cache=True)
 
-    async def _announce(self, order: UpdateOrder) -> None:
+    async def _announce(self, order: UpdateOrder, manifest: WeightManifest) -> None:
         """Wait for verified data: all of a staged publish, or the first bucket of a streamed publish."""
         try:
+            if self._of_ranks.lacking((_ALL_RANKS,)):
+                await self._handle.ranks("hold_manifest", pickle.dumps((order.announced, manifest)))
+                self._of_ranks.given((_ALL_RANKS,))
             await self._handle.ranks("expect_weights", pickle.dumps(order))
             while not all(await self._handle.ranks("weights_arrived")):
                 await asyncio.sleep(ARRIVAL_POLL_S)
         except RuntimeError as error:
-            raise self._refusal(order.manifest, error) from error
+            raise self._refusal(manifest.weight_version, error) from error
 
-    def _refusal(self, manifest: WeightManifest, error: RuntimeError) -> WeightsRefusedError:
+    def _refusal(self, version: WeightVersion, error: RuntimeError) -> WeightsRefusedError:
         self.num_refused += 1
-        return WeightsRefusedError(f"{self.spec.name} refused weight version {manifest.weight_version}: {error}")
+        return WeightsRefusedError(f"{self.spec.name} refused weight version {version}: {error}")
 
     async def _leave_stream(self) -> None:
         """Close a streaming channel, whose senders would otherwise wait until their deadline."""
@@ -228,7 +273,7 @@ class EngineWeights:
 
     async def _apply(self, order: UpdateOrder) -> int:
         """Apply a publish; returns the bytes that the rank with the most received."""
-        version = order.manifest.weight_version
+        version = order.announced.weight_version
         self.status, self.sums = EngineStatus.APPLYING, {}
         try:
             async with asyncio.timeout(order.timeout_s + GRACE_S):

@@ -2,6 +2,7 @@
 
 Whole steps (`of_step`) are drawn in advance: group i of step t has the number t * `prompts_per_step` + i. With dynamic
 sampling groups are drawn as needed (`further`): group i that version v admits has the number v * `most_by_version` + i.
+One object draws in one of the two ways, because their numbers and seeds are the same.
 
 Invariants: numbers and seeds depend only on the step, or the version, for which a group was drawn, so a resumed run
 numbers groups like an uninterrupted run; a prompt is consumed at most as often as it was issued.
@@ -24,7 +25,7 @@ class GroupDraws:
     prompts: Mapping[PromptId, Prompt]
     prompts_per_step: int
     most_by_version: int
-    """Most groups that `further` draws for one version."""
+    """Most groups that `further` draws for one version; 0 if whole steps are drawn."""
     group_size: int
     sampling: SamplingSpec
     seed: int
@@ -43,6 +44,7 @@ class GroupDraws:
 
     def of_step(self, step: int) -> tuple[PromptGroup, ...]:
         """The groups of a step, drawn at the first call; steps are drawn in order."""
+        assert not self.most_by_version, "with dynamic sampling, groups are drawn by `further`"
         if step not in self._steps:
             first = step * self.prompts_per_step
             self._steps[step] = self._made(self.order.take(self.prompts_per_step), step, first, Counter())
@@ -51,6 +53,7 @@ class GroupDraws:
 
     def further(self, version: int, count: int, *, is_issued: bool) -> tuple[PromptGroup, ...]:
         """The next groups, for a version; unless they are issued, the next call returns the same prompts."""
+        assert self.most_by_version, "without dynamic sampling, groups are drawn by `of_step`"
         if version > self._version:
             self._version, self._num_of_version, self._seen = version, 0, Counter()
         draws = self.order.take(count) if is_issued else self.order.peek(count)

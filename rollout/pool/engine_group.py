@@ -18,11 +18,13 @@ import ray
 from history.drafting.stats import DraftStats
 from rollout.engine.state import EngineProof, EngineState, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
+from rollout.patience import Patience
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.types import GroupId
+from rollout.weights.announcement import SentPlan
 from rollout.weights.fingerprint_sums import Fingerprint, Lenience
 from rollout.weights.manifest import Required, WeightManifest
 
@@ -47,14 +49,18 @@ class EngineGroup:
     Answers are by engine number, ascending; lost engines are not called. Every call raises the errors of `wait`.
     """
 
-    def __init__(self, actors: Sequence[ray.actor.ActorHandle], *, num_ranks: int) -> None:
-        """`actors` are `rollout.engine.actor.EngineActor` handles, each with `num_ranks` ranks."""
+    def __init__(self, actors: Sequence[ray.actor.ActorHandle], *, num_ranks: int, hosts: Sequence[str] = ()) -> None:
+        """`actors` are `rollout.engine.actor.EngineActor` handles, each with `num_ranks` ranks.
+
+        `hosts`: names of the machines on which they are to start, for messages; empty where unknown.
+        """
         self._actors = list(actors)
         self._incarnations = [0] * len(self._actors)
         self._lost: dict[int, str] = {}
         self._retired: set[int] = set()
         self._processes: dict[int, ProcessId | None] = {}
-        self._manifest: tuple[WeightManifest, ray.ObjectRef] | None = None
+        self._hosts = list(hosts) or [""] * len(self._actors)
+        self._plan = SentPlan()
         self.num_ranks = num_ranks
         self.num_hung = 0
         """Engines that were ended because they did nothing."""
@@ -92,6 +98,11 @@ class EngineGroup:
         process = self._processes.get(number)
         return "" if process is None else process.node_id
 
+    def host_of(self, number: int) -> str:
+        """Name of the machine of an engine, for messages; empty where unknown."""
+        process = self._processes.get(number)
+        return self._hosts[number] if process is None else process.host
+
     def mark_lost(self, number: int, why: str) -> None:
         """Record that an engine has died, and why."""
         self._lost.setdefault(number, why)
@@ -110,13 +121,16 @@ class EngineGroup:
         (self._actors[number],) = group._actors
         self._incarnations[number] += 1
         self._processes[number] = group._processes.get(0)
+        self._hosts[number] = group._hosts[0]
+        self._plan.forget(number)
         self._lost.pop(number, None)
 
     def end_hung(self, number: int, why: str) -> None:
         """End an engine that lives but does nothing, with its children; it is lost, and its calls fail."""
         self.num_hung += 1
         process = self._processes.get(number)
-        at = "" if process is None else f" (process {process.pid})"
+        host = self.host_of(number)
+        at = f" ({process})" if process is not None else f" (on {host})" if host else ""
         reason = f"engine {number}{at} {why} and was ended"
         _log.warning(reason)
         self.mark_lost(number, reason)
@@ -127,7 +141,7 @@ class EngineGroup:
     def end_silent(self, *, timeout_s: float) -> None:
         """End every engine of which a rank does not answer in time. Call it while engines do not sample."""
         asking = {self._actors[number].ping.remote(): number for number in self.alive}
-        _, silent = ray.wait(list(asking), num_returns=len(asking), timeout=timeout_s) if asking else ([], [])
+        _, silent = _wait_for_all(list(asking), timeout_s=timeout_s)
         for ref in silent:
             self.end_hung(asking[ref], f"did not answer for {timeout_s:.0f} s")
 
@@ -137,7 +151,7 @@ class EngineGroup:
         An engine that does not answer in time keeps its state; the next call waits for it and names it if it is late.
         """
         asking = {self._actors[number].fault.remote(): number for number in self.alive}
-        done, _ = ray.wait(list(asking), num_returns=len(asking), timeout=timeout_s) if asking else ([], [])
+        done, _ = _wait_for_all(list(asking), timeout_s=timeout_s)
         for ref in done:
             try:
                 fault: str = ray.get(ref)
@@ -157,14 +171,15 @@ class EngineGroup:
         numbers = {ref: number for number, ref in call.refs.items()}
         if not numbers:
             return {}
-        done, late = ray.wait(list(numbers), num_returns=len(numbers), timeout=timeout_s, fetch_local=False)
+        done, late = _wait_for_all(list(numbers), timeout_s=timeout_s, fetch_local=False)
         answers = {numbers[ref]: _answer(call, numbers[ref]) for ref in done}
         if late:
             late_engines = sorted(numbers[ref] for ref in late)
+            hosts = [host for number in late_engines if (host := self.host_of(number))]
             raise DeadlineError(
-                f"engine(s) {late_engines} had not finished `{call.method}` after {timeout_s:.0f} s; the controller "
-                "waited for them",
-                Place(role="engine", ranks=tuple(late_engines)),
+                f"engine(s) {late_engines}{_on(hosts)} had not finished `{call.method}` after {timeout_s:.0f} s; the "
+                "controller waited for them",
+                Place(role="engine", ranks=tuple(late_engines), node=hosts[0] if hosts else ""),
             )
         return dict(sorted(answers.items()))
 
@@ -231,8 +246,16 @@ class EngineGroup:
         return self._begin_each("init_transport", NoneType, calls)
 
     def check(self, manifest: WeightManifest, *, timeout_s: float) -> None:
-        """Every engine checks the metadata of a publish, and raises if it refuses."""
-        self.wait(self._begin("check", NoneType, self._shared(manifest)), timeout_s=timeout_s)
+        """Every engine checks the metadata of a publish, and raises if it refuses.
+
+        The manifest travels to engines that do not hold its plan; the others are told the version.
+        """
+        announced = self._plan.announce(manifest)
+        lacking = self._plan.lacking(self.alive)
+        shared = ray.put(manifest) if lacking else None  # pickled once for all of them
+        calls = {number: (announced, shared) if number in lacking else (announced,) for number in self.alive}
+        self.wait(self._begin_each("check", NoneType, calls), timeout_s=timeout_s)
+        self._plan.given(lacking)
 
     def drain(self, *, timeout_s: float) -> None:
         """Engines finish the responses that are in flight."""
@@ -241,16 +264,10 @@ class EngineGroup:
     def begin_update(
         self, manifest: WeightManifest, addresses: Mapping[int, Mapping[int, str]], *, with_sums: bool = True
     ) -> EngineCall[UpdateTimes]:
-        """Apply a publish; `addresses` are by engine, then in the form of its transport."""
-        shared = self._shared(manifest)
-        calls = {number: (shared, dict(of_engine), with_sums) for number, of_engine in addresses.items()}
+        """Apply a publish that was checked; `addresses` are by engine, then in the form of its transport."""
+        announced = self._plan.announce(manifest)
+        calls = {number: (announced, dict(of_engine), with_sums) for number, of_engine in addresses.items()}
         return self._begin_each("update", UpdateTimes, calls)
-
-    def _shared(self, manifest: WeightManifest) -> ray.ObjectRef:
-        """The manifest in the object store, written once for all engines and calls of a publish."""
-        if self._manifest is None or self._manifest[0] is not manifest:
-            self._manifest = manifest, ray.put(manifest)
-        return self._manifest[1]
 
     def prove(
         self, expected: Fingerprint, lenience: Lenience, token_ids: Sequence[int], *, timeout_s: float
@@ -318,7 +335,7 @@ class EngineGroup:
     def _measure(self, call: EngineCall[Answer], *, timeout_s: float) -> dict[int, Answer]:
         """Answers of engines that live: a figure is no reason to end a run. Engines that have died become lost."""
         numbers = {ref: number for number, ref in call.refs.items()}
-        done, late = ray.wait(list(numbers), num_returns=len(numbers), timeout=timeout_s) if numbers else ([], [])
+        done, late = _wait_for_all(list(numbers), timeout_s=timeout_s)
         answers = {}
         for ref in done:
             try:
@@ -345,7 +362,27 @@ class EngineGroup:
             self.check_alive(timeout_s=timeout_s)
             if self.lost == before:
                 raise
-            self._call_living(method, timeout_s=timeout_s)
+            self._call_living(method, *args, timeout_s=timeout_s)
+
+
+def _wait_for_all(
+    refs: list[ray.ObjectRef], *, timeout_s: float, fetch_local: bool = True
+) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+    """Calls that have ended, and late ones."""
+    done: list[ray.ObjectRef] = []
+    late, patience = refs, Patience(timeout_s)
+    while late:
+        done, late = ray.wait(refs, num_returns=len(refs), timeout=patience.look_s(), fetch_local=fetch_local)
+        if patience.is_over():
+            break
+    return done, late
+
+
+def _on(hosts: Sequence[str]) -> str:
+    """Machines in a message; empty if none is known."""
+    if not hosts:
+        return ""
+    return f" on {hosts[0]}" + (" and others" if len(set(hosts)) > 1 else "")
 
 
 def _answer(call: EngineCall[Answer], number: int) -> Answer:

@@ -24,6 +24,7 @@ from contextlib import contextmanager
 import ray
 
 from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, StepLostError, brief, node_of
+from rollout.group_parts import most_parts, num_parts
 from rollout.planning.dispatcher import Dispatcher
 from rollout.planning.migration import GroupMigration
 from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan, plan_first
@@ -252,14 +253,14 @@ class EnginePool:
     def _start(self, forecast: GroupForecast, *, engine: int) -> None:
         item = self._places.waiting[forecast.group_id]
         group, sampled = item.group, item.sampled
-        continued = () if sampled is None else (sampled.summary, sampled.columns)
-        call = self._engines.actors[engine].generate_group.options(num_returns=2)
-        summary, columns = call.remote(group, *continued)
+        continued = () if sampled is None else (sampled.summary, *sampled.columns)
+        call = self._engines.actors[engine].generate_group.options(num_returns=1 + most_parts(group))
+        summary, *columns = call.remote(group, *continued)
         self._places.start(
             group.group_id,
             summary,
             engine=engine,
-            columns=ColumnsRef(columns),
+            columns=tuple(map(ColumnsRef, columns)),
             incarnation=self._engines.incarnations[engine],
         )
         self._on_start(group, engine)
@@ -379,7 +380,7 @@ class EnginePool:
             return
         except ray.exceptions.RayError as error:
             raise _failed(item.engine, f"group {group_id}", error) from error
-        sampled = Sampled(summary=summary, columns=item.columns)
+        sampled = Sampled(summary=summary, columns=item.columns[: num_parts(summary.lengths)])
         target = self.migration.returned(group_id, resumable=summary.is_unfinished and not summary.fault)
         if summary.fault:
             self._lose_caller(item, ProcessLostError(summary.fault))
@@ -391,7 +392,7 @@ class EnginePool:
             self._dispatcher.requeue(group_id, at=target)
             return
         self._dispatcher.finish(group_id)
-        call, scorer = self._scorers.submit(item.group, item.columns)
+        call, scorer = self._scorers.submit(item.group, sampled.columns)
         self._places.submit(ref, call, sampled, scorer=scorer)
 
     def _reissue(self, ref: ray.ObjectRef, group_id: GroupId, sampled: Sampled | None) -> None:

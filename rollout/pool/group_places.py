@@ -27,7 +27,8 @@ class Sampled:
     """The responses that an engine returned for a group; some may be unfinished."""
 
     summary: GroupSummary
-    columns: ColumnsRef
+    columns: tuple[ColumnsRef, ...]
+    """As in `ScoredGroup`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +48,8 @@ class Generating:
     engine: int
     incarnation: int
     """Of the engine (`EngineGroup.incarnations`): a call may fail after its engine was replaced."""
-    columns: ColumnsRef
+    columns: tuple[ColumnsRef, ...]
+    """Handles of as many parts as the group can have."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +89,9 @@ class GroupPlaces:
         """Groups wait from now on."""
         self.waiting.update((group.group_id, Waiting(group=group)) for group in groups)
 
-    def start(self, group_id: GroupId, call: Call, *, engine: int, incarnation: int, columns: ColumnsRef) -> None:
+    def start(
+        self, group_id: GroupId, call: Call, *, engine: int, incarnation: int, columns: tuple[ColumnsRef, ...]
+    ) -> None:
         """An engine begins or continues a waiting group."""
         item = self.waiting.pop(group_id)
         self.generating[call] = Generating(group=item.group, engine=engine, incarnation=incarnation, columns=columns)

@@ -105,11 +105,14 @@ class HistoryClient:
     def record_rewards(self, groups: Sequence[ScoredGroup]) -> None:
         """Send the rewards of a batch's groups; the engines have already sent the tokens.
 
-        A visit has the step for which its group was admitted, which may be an earlier one than that of the batch.
+        A visit has the step for which its group was admitted, which may be an earlier one than that of the batch. A
+        response that is left out, because its scoring failed, has no reward: NaN.
         """
         rewards: defaultdict[int, dict[int, Sequence[float]]] = defaultdict(dict)
         for scored in groups:
-            rewards[scored.group.step][prompt_key(scored.group.prompt.prompt_id)] = scored.rewards
+            rewards[scored.group.step][prompt_key(scored.group.prompt.prompt_id)] = tuple(
+                math.nan if scored.is_left_out(sample) else reward for sample, reward in enumerate(scored.rewards)
+            )
         for step, of_step in sorted(rewards.items()):
             self._service.note_rewards(step, of_step)
 

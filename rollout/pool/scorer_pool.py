@@ -20,9 +20,8 @@ from rollout.failures import (
     node_of,
 )
 from rollout.pool.group_places import Scoring
-from rollout.pool.heartbeat import Heartbeat
+from rollout.pool.heartbeat import LOOK_EVERY_S, Heartbeat
 from rollout.processes import ProcessId
-from rollout.remote_kill import kill_on_nodes
 from rollout.types import ColumnsRef, PromptGroup, ScoredGroup, ScorerAnswer, WorkerEvents
 
 _log = logging.getLogger(__name__)
@@ -58,21 +57,23 @@ class ScorerPool:
         self._num_pending = [0] * len(self._scorers)
         self._num_responses = [0] * len(self._scorers)
         """By scorer, responses of the pending groups."""
-        self._waiting_since = [0.0] * len(self._scorers)
+        self._silent_s = [0.0] * len(self._scorers)
+        """By scorer, time in which it had groups, somebody waited, and it finished none."""
+        self._checked_s = time.monotonic()
 
     @property
     def num_restarts(self) -> int:
         """Scorers that died or hung, and answered again."""
         return sum(len(processes) - 1 for processes in self._processes if processes)
 
-    def submit(self, group: PromptGroup, columns: ColumnsRef) -> tuple[ray.ObjectRef, int]:
+    def submit(self, group: PromptGroup, columns: Sequence[ColumnsRef]) -> tuple[ray.ObjectRef, int]:
         """Start scoring a finished group; returns the call and the number of its scorer."""
         number = min(range(len(self._scorers)), key=self._num_responses.__getitem__)
         self._num_responses[number] += len(group.seeds)
         if not self._num_pending[number]:
-            self._waiting_since[number] = time.monotonic()
+            self._silent_s[number] = 0.0
         self._num_pending[number] += 1
-        return self._scorers[number].score.remote(group, columns), number
+        return self._scorers[number].score.remote(group, *columns), number
 
     def finish(self, ref: ray.ObjectRef, item: Scoring) -> ScoredGroup:
         """Return the group of a call that has ended.
@@ -86,13 +87,14 @@ class ScorerPool:
         """
         self._num_pending[item.scorer] -= 1
         self._num_responses[item.scorer] -= len(item.group.seeds)
-        self._waiting_since[item.scorer] = time.monotonic()
+        self._silent_s[item.scorer] = 0.0
         try:
             answer: ScorerAnswer = ray.get(ref)
         except ray.exceptions.RayError as error:
             place = Place(role="scorer", ranks=(item.scorer,), node=node_of(error))
             raise _kind(error)(f"scoring of group {item.group.group_id} failed: {brief(error)}", place) from error
         self._processes[item.scorer].add(answer.process)
+        self._heartbeats[item.scorer].note(answer.process)
         self.events += answer.events
         return ScoredGroup(
             group=item.group,
@@ -104,26 +106,28 @@ class ScorerPool:
 
     def check(self) -> None:
         """Kill scorers that hang. Call it while groups are waited for, after those that have ended are finished."""
+        waited_s = min(time.monotonic() - self._checked_s, 2 * LOOK_EVERY_S)  # longer: nobody waited
+        self._checked_s = time.monotonic()
         for number, num_pending in enumerate(self._num_pending):
             if not num_pending:
                 continue
-            if time.monotonic() - self._waiting_since[number] > self._timeout_s:
+            heartbeat = self._heartbeats[number]
+            if heartbeat.process is not None:  # one that starts has the time of a start
+                self._silent_s[number] += waited_s
+            if self._silent_s[number] > self._timeout_s:
                 why = f"finished none for {self._timeout_s:.0f} s, although `reward.timeout_s` limits every response"
-            elif silent_s := self._heartbeats[number].missed():
+            elif silent_s := heartbeat.missed():
                 why = f"has not answered for {silent_s:.0f} s"
             else:
                 continue
-            _log.warning("scorer %d has %d groups and %s; the scorer is restarted", number, num_pending, why)
-            self._end(number)
-            self._waiting_since[number] = time.monotonic()
+            self._end(number, f"has {num_pending} groups and {why}")
+            self._silent_s[number] = 0.0
 
-    def _end(self, number: int) -> None:
+    def _end(self, number: int, why: str) -> None:
         """Write the stacks of a scorer that hangs, and kill it; Ray restarts it."""
-        if not self._processes[number]:  # it has never answered
-            ray.kill(self._scorers[number], no_restart=False)
-            return
-        newest = max(self._processes[number], key=lambda process: process.created_s)
-        if folders := kill_on_nodes([newest], stacks=True):
+        heartbeat = self._heartbeats[number]
+        _log.warning("%s %s; the scorer is restarted", heartbeat.named(f"scorer {number}"), why)
+        if folders := heartbeat.end():
             _log.warning("the stacks of scorer %d are in %s", number, ", ".join(folders))
 
 

@@ -32,6 +32,11 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
+def go_on_after_parent() -> None:
+    """Let the kernel continue this process when its parent ends, should it be stopped then."""
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGCONT)
+
+
 def _prctl(option: int, value: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(option, value, 0, 0, 0):
@@ -70,11 +75,22 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 def _cpu_ticks(pid: int) -> int:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        return sum(map(int, _stat(pid)[11:15]))  # utime, stime, cutime and cstime: the fields 14 to 17
     except (FileNotFoundError, ProcessLookupError):
         return 0
-    # after the name, which may contain anything: utime, stime, cutime and cstime are the fields 14 to 17 of `proc(5)`
-    return sum(map(int, stat.rpartition(")")[2].split()[11:15]))
+
+
+def _stat(pid: int) -> list[str]:
+    """Fields of `/proc/pid/stat` (`proc(5)`) from the third on: those after the name, which may contain anything."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped by a signal; not if it has ended."""
+    try:
+        return _stat(pid)[0] in ("T", "t")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def end_children() -> int:
@@ -113,3 +129,14 @@ def kill_group(pid: int) -> None:
     """Kill a process and all processes of its group at once: none of them can start another one meanwhile."""
     with suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process that does not react, and all below it. It is stopped first, so that it frees no process id."""
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+    for child in children(pid):
+        kill_group(child)
+    for below in descendants(pid):
+        kill(below)
+    kill(pid)

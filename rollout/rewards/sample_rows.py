@@ -4,6 +4,7 @@ Runs in the process that has the tokenizer (`rollout.rewards.text_actor`); the c
 """
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypedDict
@@ -84,7 +85,7 @@ def _traces(group: ScoredGroup, columns: GroupColumns) -> list[Trace]:
             sample=sample,
             prompt_ids=columns.prompt_ids,
             response_ids=columns.response(sample),
-            reward=reward,
+            reward=math.nan if group.is_left_out(sample) else reward,
         )
         for sample, reward in enumerate(group.rewards)
     ]

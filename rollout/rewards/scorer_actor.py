@@ -13,6 +13,7 @@ import ray
 from rollout.config import RewardConfig
 from rollout.data.tokenizer import Tokenizer
 from rollout.failures import ProcessLostError
+from rollout.group_parts import joined
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.rewards.scorer import ResponseScorer
 from rollout.types import GroupColumns, PromptGroup, ScorerAnswer
@@ -41,19 +42,19 @@ class ScorerActor:
         await self._started()
 
     @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
-    async def score(self, group: PromptGroup, columns: GroupColumns) -> ScorerAnswer:
-        """See `ResponseScorer.score`."""
+    async def score(self, group: PromptGroup, *parts: GroupColumns) -> ScorerAnswer:
+        """See `ResponseScorer.score`; `parts` are the group's tokens (`rollout.group_parts`)."""
         scorer = await self._started()
         try:
-            scores = await scorer.score(group, columns)
+            scores = await scorer.score(group, joined(parts))
         except ProcessLostError:
             _log.exception("this scorer ends, so that Ray starts another one")
             os._exit(1)
-        node_id = str(ray.get_runtime_context().get_node_id())
-        return ScorerAnswer(scores=scores, process=ProcessId.of_this_process(node_id), events=scorer.take_events())
+        return ScorerAnswer(scores=scores, process=_this_process(), events=scorer.take_events())
 
-    async def alive(self) -> None:
-        """The empty call of `rollout.pool.heartbeat`."""
+    async def alive(self) -> ProcessId:
+        """The process; the call of `rollout.pool.heartbeat`."""
+        return _this_process()
 
     async def close(self) -> None:
         """See `ResponseScorer.close`."""
@@ -70,3 +71,7 @@ class ScorerActor:
                 await scorer.start()
                 self._scorer = scorer
         return self._scorer
+
+
+def _this_process() -> ProcessId:
+    return ProcessId.of_this_process(str(ray.get_runtime_context().get_node_id()))

@@ -18,6 +18,7 @@ import ray
 
 from rollout.data.prompts import LoadedPrompts, Overlong, PromptLoader
 from rollout.data.tokenizer import Tokenizer, TokenizerFacts, check_fits_model
+from rollout.group_parts import joined
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.rewards.sample_rows import SampleRow, SampleWriter
 from rollout.types import GroupColumns, ScoredGroup
@@ -84,19 +85,21 @@ class TextActor:
         self, groups: Sequence[ScoredGroup], *, samples_path: str, traces_path: str, num_returned: int
     ) -> WrittenSamples:
         """See `SampleWriter.write`; an empty `traces_path` writes no traces."""
-        columns: list[GroupColumns] = ray.get([group.columns for group in groups])
+        parts: list[GroupColumns] = ray.get([part for group in groups for part in group.columns])
+        of_groups = iter(parts)
+        columns = [joined([next(of_groups) for _ in group.columns]) for group in groups]
         rows = self._started().samples.write(
             list(zip(groups, columns, strict=True)),
             samples_path=Path(samples_path),
             traces_path=Path(traces_path) if traces_path else None,
             num_returned=num_returned,
         )
-        node_id = str(ray.get_runtime_context().get_node_id())
-        return WrittenSamples(rows=rows, process=ProcessId.of_this_process(node_id))
+        return WrittenSamples(rows=rows, process=_this_process())
 
     @ray.method(concurrency_group=_BESIDE_WORK)  # type: ignore[untyped-decorator]
-    def alive(self) -> None:
-        """The empty call of `rollout.pool.heartbeat`."""
+    def alive(self) -> ProcessId:
+        """The process; the call of `rollout.pool.heartbeat`."""
+        return _this_process()
 
     def close(self) -> None:
         """Nothing to end; `Processes.end` calls it for every actor."""
@@ -107,3 +110,7 @@ class TextActor:
             write_stacks_on_signal()
             self._parts = TextParts.start(self._directory)
         return self._parts
+
+
+def _this_process() -> ProcessId:
+    return ProcessId.of_this_process(str(ray.get_runtime_context().get_node_id()))

@@ -7,7 +7,8 @@ The server has one thread, no Ray and an environment without secrets. It is the 
 kills and reaps them: a process id is never used after its process was reaped. Each worker leads a session of its own.
 Its whole group is killed when the worker is ended or has died. Processes that left the group become children of the
 server then, which kills them as well. The server ends, with all of this, when the scorer closes the control socket or
-dies.
+dies, even if it is frozen then. A frozen server neither starts nor ends a worker; the scorer notices that and kills it
+(`rollout.rewards.workers`).
 """
 
 import json
@@ -30,6 +31,7 @@ from rollout.rewards.process_tree import (
     children,
     die_with_parent,
     end_children,
+    go_on_after_parent,
     kill,
     kill_group,
     kill_others,
@@ -96,6 +98,7 @@ def start_server(
 
 def serve(*, control_fd: int, function: str, limits: dict[str, float]) -> None:
     """Body of the server process."""
+    go_on_after_parent()
     control = socket.socket(fileno=control_fd)
     control.set_inheritable(False)
     given = WorkerLimits(

@@ -7,10 +7,12 @@ its calls use more CPU seconds or processes than they may, or if it dies. Anothe
 Invariants:
 
 * A call fails for the end of a worker only if it was alone there. Calls that shared a worker run again, each alone.
+* A call that was alone in a worker runs once more if the worker was killed or frozen from outside.
 * A call that a worker has not begun is repeated.
 * Among calls that wait, the oldest is begun first.
 
-All methods run in one event loop; nothing in them waits for a worker.
+All methods run in one event loop; nothing in them waits for a worker. A server that neither starts nor ends a worker in
+time is killed with all its workers: then no call runs here any more, and the scorer ends (`ScorerActor`).
 """
 
 import asyncio
@@ -30,7 +32,7 @@ from rollout.failures import PlacedError, ProcessLostError, RewardBrokenError
 from rollout.rewards.call import RewardOutcome, RewardRequest, late_outcome
 from rollout.rewards.call_queue import Call, CallQueue
 from rollout.rewards.frames import Begun, Ended, Numbered, Ready, frame, read_answer
-from rollout.rewards.process_tree import cpu_seconds, descendants
+from rollout.rewards.process_tree import cpu_seconds, descendants, is_stopped, kill_tree
 from rollout.rewards.worker import WorkerLimits
 from rollout.rewards.worker_server import Exited, Prepared, clean_environment, start_server
 from rollout.types import WorkerEvents
@@ -47,6 +49,8 @@ _RETRY_S = 0.1
 """Pause after a failed start, times the number of those in succession."""
 _END_S = 10.0
 """Time for the server to end its workers."""
+SERVER_S = 60.0
+"""Time for the server to start or to end one worker. A server that needs longer hangs."""
 _NUM_BYTES = 1 << 16
 _log = logging.getLogger(__name__)
 
@@ -69,6 +73,12 @@ class _Worker:
     """Calls since then."""
     verdict: RewardOutcome | None = None
     """Why it is being ended."""
+    was_frozen: bool = False
+    """Somebody had stopped it when it was found to be late."""
+    is_ending: bool = False
+    """The server was told to end it."""
+    owed_s: float = 0.0
+    """Time for which the server has owed its start or its end."""
 
 
 class RewardWorkers:
@@ -147,10 +157,11 @@ class RewardWorkers:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._control.close()
+        self._server.send_signal(signal.SIGCONT)  # it may be frozen
         try:
             await asyncio.to_thread(self._server.wait, _END_S)
         except subprocess.TimeoutExpired:
-            self._server.kill()
+            kill_tree(self._server.pid)
         for call in self._unsettled():
             call.outcome.cancel()
         self._control = self._server = None
@@ -191,8 +202,8 @@ class RewardWorkers:
     def _end(self, worker: _Worker, verdict: RewardOutcome) -> None:
         """Have a worker killed, with its group."""
         if worker.verdict is None:
-            worker.verdict = verdict
-        self._command("end", worker.number)
+            worker.verdict, worker.was_frozen = verdict, is_stopped(worker.pid)
+        self._command_end(worker)
 
     def _lost(self, worker: _Worker, code: int) -> None:
         """A worker has ended: its calls fail or run again, and another worker starts."""
@@ -201,15 +212,18 @@ class RewardWorkers:
         self._num_restarts += was_ready
         self._num_failed_starts = 0 if was_ready else self._num_failed_starts + 1
         verdict = worker.verdict or RewardOutcome(error=f"its process died: {_exit_text(code)}")
+        is_outer = worker.was_frozen or (worker.verdict is None and code == -signal.SIGKILL)
         num_begun = sum(call.has_begun for call in worker.calls.values())
         for call in worker.calls.values():
-            if (call.has_begun and num_begun == 1) or call.num_tries >= _MAX_TRIES:
+            is_culprit = call.has_begun and num_begun == 1 and not (is_outer and call.num_tries == 1)
+            if is_culprit or call.num_tries >= _MAX_TRIES:
                 call.settle(verdict)
             else:
                 call.stop_clock()
                 self._num_repeated += 1
                 self._queue.add(call, alone=call.has_begun)
-                _log.warning("a call runs again, because its worker was lost beside it: %s", verdict.error)
+                frozen = ", and was frozen" if worker.was_frozen else ""
+                _log.warning("a call runs again, because its worker was lost: %s%s", verdict.error, frozen)
         if self._num_failed_starts >= _MAX_FAILED_STARTS:
             text = f"reward.function: {self._config.function}: {self._num_failed_starts} workers in succession died "
             self._give_up(RewardBrokenError(f"{text}before their first call: {_exit_text(code)}; see the scorer's log"))
@@ -236,14 +250,16 @@ class RewardWorkers:
         exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         worker = _Worker(number=next(self._numbers), channel=ours, exited=exited)
         self._workers[worker.number] = worker
-        with theirs, suppress(BrokenPipeError, ConnectionError):  # `_listen` notices that the server is gone
+        # `_listen` notices that the server is gone, and `_watch` that it does not read
+        with theirs, suppress(BrokenPipeError, ConnectionError, BlockingIOError):
             socket.send_fds(self._control, [f"start {worker.number}".encode()], [theirs.fileno()])
         self._spawn(self._follow(worker))
 
-    def _command(self, command: str, number: int) -> None:
+    def _command_end(self, worker: _Worker) -> None:
+        worker.is_ending = True
         if self._control is not None:
-            with suppress(BrokenPipeError, ConnectionError):
-                self._control.send(f"{command} {number}".encode())
+            with suppress(BrokenPipeError, ConnectionError, BlockingIOError):  # as above
+                self._control.send(f"end {worker.number}".encode())
 
     async def _follow(self, worker: _Worker) -> None:
         """Act on a worker's answers until it ends."""
@@ -260,7 +276,7 @@ class RewardWorkers:
                         case Ended():
                             self._ended(worker, answer)
                     self._dispatch()
-            self._command("end", worker.number)  # the function may have closed the channel
+            self._command_end(worker)  # the function may have closed the channel
             self._lost(worker, await worker.exited)
             self._dispatch()
         finally:
@@ -286,10 +302,11 @@ class RewardWorkers:
         self._give_up(ProcessLostError("the server of the reward workers ended"))
 
     async def _watch(self) -> None:
-        """End workers whose calls use more CPU seconds or processes than they may."""
+        """End workers whose calls use more CPU seconds or processes than they may, and a server that hangs."""
         cpu_s, num_processes = self._config.cpu_s, self._config.max_processes
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
+            self._end_hung_server()
             for worker in [w for w in self._workers.values() if w.calls and w.verdict is None]:
                 family = descendants(worker.pid)
                 used_s = cpu_seconds([worker.pid, *family]) - worker.cpu_before_s
@@ -297,6 +314,18 @@ class RewardWorkers:
                     self._end(worker, RewardOutcome(error=f"over the limit of {cpu_s} CPU seconds", is_late=True))
                 elif len(family) > num_processes * len(worker.calls):
                     self._end(worker, RewardOutcome(error=f"over the limit of {num_processes} processes"))
+
+    def _end_hung_server(self) -> None:
+        """Kill the server, with all workers, if it owes the start or the end of one for too long.
+
+        Looks are counted, not seconds: this process may be frozen itself.
+        """
+        for worker in self._workers.values():
+            owes = worker.is_ending or not worker.pid
+            worker.owed_s = worker.owed_s + _LOOK_EVERY_S if owes else 0.0
+        if self._server is not None and any(worker.owed_s > SERVER_S for worker in self._workers.values()):
+            _log.warning("the server of the reward workers does nothing for %.0f s and is killed with them", SERVER_S)
+            kill_tree(self._server.pid)  # `_listen` notices
 
 
 def _import_ended(function: str) -> str:

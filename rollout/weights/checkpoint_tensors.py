@@ -94,21 +94,18 @@ def differences(manifest: WeightManifest, expected: tuple[TensorSpec, ...]) -> l
     return sorted(lines)
 
 
-def check_manifest(
-    manifest: WeightManifest,
-    expected: tuple[TensorSpec, ...],
-    *,
-    run_id: str,
-    format: str,
-    current: WeightVersion,
-) -> None:
-    """Raise `RuntimeError` unless a manifest may be applied over weight version `current` of run `run_id`."""
+def check_publish(manifest: WeightManifest, *, run_id: str, format: str, current: WeightVersion) -> None:
+    """Raise `RuntimeError` unless a manifest belongs to run `run_id`, `format`, and a version after `current`."""
     if manifest.run_id != run_id:
         raise RuntimeError(f"manifest is of run {manifest.run_id!r}, the engine belongs to {run_id!r}")
     if manifest.weight_version <= current:
         raise RuntimeError(f"weight version {manifest.weight_version} is stale: the engine has {current}")
     if manifest.format != format:
         raise RuntimeError(f"manifest is in format {manifest.format!r}, the engine holds {format!r}")
+
+
+def check_plan(manifest: WeightManifest, expected: tuple[TensorSpec, ...]) -> None:
+    """Raise `RuntimeError` unless a manifest is consistent and has the model's tensors. The version does not matter."""
     if lines := differences(manifest, expected):
         shown = "; ".join(lines[:5])
         raise RuntimeError(f"{len(lines)} tensors do not fit the model: {shown}")

@@ -18,7 +18,7 @@ import math
 import struct
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollout.types import WeightVersion
 
@@ -204,6 +204,14 @@ class WeightManifest:
     def num_bytes(self) -> int:
         """Bytes of all buckets."""
         return sum(bucket.num_bytes for bucket in self.buckets)
+
+    def of_version(self, weight_version: WeightVersion) -> "WeightManifest":
+        """The manifest of another publish by the same plan."""
+        return replace(self, weight_version=weight_version)
+
+    def follows_plan_of(self, other: "WeightManifest") -> bool:
+        """Whether the two differ in their version at most. Fast if they share tensors and buckets, as of one plan."""
+        return self.of_version(other.weight_version) == other
 
     def check(self) -> None:
         """Raise `RuntimeError` naming the first tensor or bucket that breaks an invariant."""

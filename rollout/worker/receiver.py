@@ -32,6 +32,7 @@ from rollout.transports.colocated import ColocatedInbox, map_shm
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.shm import ShmInbox
 from rollout.transports.streaming import GroupInbox
+from rollout.weights.announcement import Announcement, HeldPlan
 from rollout.weights.fingerprint_sums import Fingerprint
 from rollout.weights.manifest import Box, Required, TensorSpec, WeightManifest
 from rollout.worker import loader_replay, vllm_quirks
@@ -47,9 +48,9 @@ BACKEND = "megatron_rl"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateOrder:
-    """Announcement of one publish to the ranks of an engine."""
+    """One publish, for the ranks of an engine, which hold its plan."""
 
-    manifest: WeightManifest
+    announced: Announcement
     segments: Mapping[int, str]
     """Addresses of staged buckets by trainer rank, or of shared regions by engine rank if colocated."""
     timeout_s: float
@@ -93,6 +94,8 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     _channel: Channel | None = None
     _stream: GroupInbox | None = None
     _order: UpdateOrder | None = None
+    _manifest: WeightManifest | None = None
+    """Of the expected publish."""
     _specs: tuple[TensorSpec, ...] = ()
     _recording = Recording((), frozenset())
     _counted = CountedLandings((), (), ())
@@ -115,38 +118,50 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             self._stream = GroupInbox(channel, engine_rank=self._rank)
         self._channel = channel
 
+    def __init__(self, *args: object, **kwargs: object) -> None:
+        super().__init__(*args, **kwargs)
+        self._held = HeldPlan()
+
+    def hold(self, announced: Announcement, manifest: WeightManifest) -> None:
+        """Keep a manifest, of which later publishes differ in the version only."""
+        self._held.keep(announced, manifest)
+
     def expect(self, order: UpdateOrder) -> None:
         """Open the inbox of a publish without touching the model; a streaming inbox starts to receive.
 
         Raises:
-            RuntimeError: a staged file for this rank is missing, or its shared region is corrupt.
+            RuntimeError: a staged file for this rank is missing, its shared region is corrupt, or this rank does not
+                hold the plan.
         """
         if self._channel is None:
             raise RuntimeError(
                 "there is no channel: init_transport comes before the first publish and after a failed one"
             )
-        self._order = order
+        manifest = self._held.manifest(order.announced)
+        self._order, self._manifest = order, manifest
         if isinstance(self._channel, ColocatedChannel):
-            self._inbox = self._colocated_inbox(self._channel, order)
+            self._inbox = self._colocated_inbox(self._channel, order, manifest)
         elif self._stream is None:
-            self._inbox = ShmInbox(order.manifest, order.segments, engine_rank=self._rank)
+            self._inbox = ShmInbox(manifest, order.segments, engine_rank=self._rank)
         else:
-            self._stream.expect(order.manifest, timeout_s=order.timeout_s)
-            required = [bucket for bucket in order.manifest.buckets if bucket.required_by(self._rank)]
+            self._stream.expect(manifest, timeout_s=order.timeout_s)
+            required = [bucket for bucket in manifest.buckets if bucket.required_by(self._rank)]
             self._inbox = Prefetch(self._stream, required)
 
-    def _colocated_inbox(self, channel: ColocatedChannel, order: UpdateOrder) -> ColocatedInbox:
+    def _colocated_inbox(
+        self, channel: ColocatedChannel, order: UpdateOrder, manifest: WeightManifest
+    ) -> ColocatedInbox:
         rank, shared_with = self._rank, channel.shared_with[self._rank]
         address = order.segments.get(rank)
         if address is None:
             raise RuntimeError(f"no trainer rank has filled a shared region for engine rank {rank}")
         if channel.memory == "shm":
-            memory = map_shm(order.manifest, address, engine_rank=rank, shared_with=shared_with)
+            memory = map_shm(manifest, address, engine_rank=rank, shared_with=shared_with)
         else:
             from rollout.transports.cuda_ipc import map_cuda  # needs CUDA
 
             memory = map_cuda(address)
-        return ColocatedInbox(order.manifest, memory, engine_rank=rank, shared_with=shared_with)
+        return ColocatedInbox(manifest, memory, engine_rank=rank, shared_with=shared_with)
 
     def required(self, specs: Sequence[TensorSpec]) -> Required:
         """Boxes that this rank's loaders copy from a publish of these tensors; the model stays unchanged."""
@@ -187,17 +202,17 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
     @torch.no_grad()
     def receive_weights(self, update_info: UpdateInit) -> None:
         """Load every tensor of the expected publish in manifest order."""
-        order, inbox = self._order, self._inbox
-        if order is None or inbox is None or order.manifest.weight_version != update_info.weight_version:
+        order, manifest, inbox = self._order, self._manifest, self._inbox
+        if order is None or manifest is None or inbox is None or manifest.weight_version != update_info.weight_version:
             raise RuntimeError(f"weight version {update_info.weight_version} was not announced to this rank")
         self._sums = LoadedSums(self.model, self._counted, self.model_config.dtype) if order.with_sums else None
-        stand_ins = StandIns(order.manifest.tensors)
-        received = ReceivedPieces(order.manifest, inbox, engine_rank=self._rank)
+        stand_ins = StandIns(manifest.tensors)
+        received = ReceivedPieces(manifest, inbox, engine_rank=self._rank)
         self._feeding = stand_ins.feed(received)
         landings: dict[str, list[Landing]] = {}
         for landing in self._recording.landings:
             landings.setdefault(landing.module, []).append(landing)
-        for step in loader_replay.steps(order.manifest.tensors, self._recording):
+        for step in loader_replay.steps(manifest.tensors, self._recording):
             if isinstance(step, str):
                 loader_replay.load(self.model.get_submodule(step), landings[step], received)
                 if self._sums is not None:
@@ -213,7 +228,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             layerwise.finalize_layerwise_reload(self.model, self.model_config)
         vllm_quirks.after_reload(self.model)
         self._received_bytes = 0 if self._inbox is None else self._inbox.received_bytes
-        self._order = self._inbox = None
+        self._order = self._manifest = self._inbox = None
         self._feeding = nullcontext()
 
     @torch.no_grad()
@@ -233,7 +248,7 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             self._inbox.close()
         if self._stream is not None:
             self._stream.close()
-        self._channel = self._stream = self._order = self._inbox = None
+        self._channel = self._stream = self._order = self._manifest = self._inbox = None
 
     @staticmethod
     def trainer_send_weights(*args: object, **kwargs: object) -> None:

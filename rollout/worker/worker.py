@@ -193,6 +193,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         with set_current_vllm_config(self.vllm_config):
             return pickle.dumps(self._receiver().loaded_fingerprint())
 
+    def hold_manifest(self, manifest: bytes) -> None:
+        """Keep a manifest for the publishes of its plan; a pickled `Announcement` and `WeightManifest`."""
+        self._receiver().hold(*pickle.loads(manifest))
+
     def expect_weights(self, order: bytes) -> None:
         """Announce a publish (a pickled `UpdateOrder`) without touching the model."""
         self._receiver().expect(pickle.loads(order))

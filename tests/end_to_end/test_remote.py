@@ -3,7 +3,6 @@
 import contextlib
 import faulthandler
 import os
-import re
 import signal
 import threading
 import time
@@ -140,7 +139,7 @@ class Engine:
         if group.prompt.ground_truth == "poison":
             raise RuntimeError("out of keys and values")
         made = scored_group(group.group_id)
-        return made.summary, made.columns
+        return made.summary, *made.columns
 
     async def ended_at_least(self, count):
         import asyncio
@@ -197,7 +196,10 @@ class Scorer:
         return scorer_answer(Score(reward=float(len(columns.response(s))), status=ScoreStatus.OK) for s in range(4))
 
 
-@ray.remote(num_cpus=0, max_restarts=5)
+BESIDE_WORK = "beside work"
+
+
+@ray.remote(num_cpus=0, max_restarts=5, concurrency_groups={BESIDE_WORK: 1})
 class BadScorer:
     """Hangs or dies with its second group, but only once."""
 
@@ -206,8 +208,9 @@ class BadScorer:
         self.first = folder / "first"
         self.num_calls = 0
 
+    @ray.method(concurrency_group=BESIDE_WORK)
     def alive(self):
-        pass
+        return ProcessId.of_this_process(ray.get_runtime_context().get_node_id())
 
     @ray.method(max_task_retries=-1)
     def score(self, group, columns):
@@ -222,10 +225,11 @@ class BadScorer:
         return scorer_answer(scores, ray.get_runtime_context().get_node_id())
 
 
-@ray.remote(num_cpus=0)
+@ray.remote(num_cpus=0, concurrency_groups={BESIDE_WORK: 1})
 class HungScorer:
+    @ray.method(concurrency_group=BESIDE_WORK)
     def alive(self):
-        pass
+        return ProcessId.of_this_process(ray.get_runtime_context().get_node_id())
 
     def score(self, group, columns):
         time.sleep(3600)
@@ -389,7 +393,8 @@ def test_an_idle_rank_that_is_frozen_is_named_and_the_group_is_killed(monkeypatc
     processes = ray.get([actor.process.remote() for actor in actors])
     os.kill(processes[1].pid, signal.SIGSTOP)
     late = check_until(group, DeadlineError)
-    assert late.place.ranks == (1,) and "had not returned after 2 s" in str(late)
+    assert (late.place.ranks, late.place.node) == ((1,), os.uname().nodename)
+    assert "had not returned after 2 s" in str(late)
     assert not any(psutil.pid_exists(process.pid) for process in processes)
 
 
@@ -504,7 +509,8 @@ def test_an_engine_that_emits_nothing_is_ended_and_its_groups_continue_elsewhere
     pool.admit(groups(6))
     assert len(pool.take("train", 0)) == 6
     assert engines.lost == (0,) and pool.num_hung == 1 and pool.num_reissued == 2
-    assert re.search(r"engine 0 \(process \d+\) emitted no token for 1 s", engines.loss_reason(0))
+    named = f"engine 0 (process {process.pid} on {os.uname().nodename})"
+    assert engines.loss_reason(0).startswith(f"{named} emitted no token for 1 s")
     wait_until_ended(process)
 
 
@@ -658,9 +664,9 @@ class Mortal:
             if self.with_actor:
                 os._exit(1)
             reasons = (FinishReason.STOP, *[FinishReason.ABORT] * 3)
-            return replace(made.summary, finish_reasons=reasons, fault="the core died"), made.columns
+            return replace(made.summary, finish_reasons=reasons, fault="the core died"), *made.columns
         self.ended += len(group.seeds)
-        return made.summary, made.columns
+        return made.summary, *made.columns
 
     async def ended_at_least(self, count):
         import asyncio
@@ -690,7 +696,7 @@ def test_groups_of_an_engine_that_dies_go_on_elsewhere_and_each_comes_back_once(
     assert bool(begun) is not with_actor  # what an actor had is gone with it
     for group_id, (lengths, ids) in begun.items():
         made = scored_group(group_id)
-        assert (lengths, ids) == (made.summary.lengths, made.columns.response_ids.tolist())
+        assert (lengths, ids) == (made.summary.lengths, made.columns[0].response_ids.tolist())
 
 
 def test_where_no_engine_is_left_one_is_brought_and_nothing_is_lost():

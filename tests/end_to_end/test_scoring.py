@@ -1,5 +1,6 @@
 """Scorers and the text actor as Ray actors: groups side by side, writing beside scoring, and the death of each."""
 
+import socket
 import time
 from dataclasses import replace
 
@@ -120,7 +121,7 @@ def test_a_process_answers_its_heartbeat_while_its_work_waits(started, model, tm
     """The scorer waits for a response without end, and the text actor for an object that comes after that."""
     text, end = started(timeout_s=DEADLINE_S), tmp_path / "end"
     hung = submit(text.scorers[0], model, 0, [f"until {end}"])
-    group = replace(scored_group(0), columns=hung)
+    group = replace(scored_group(0), columns=(hung,))
     writing = text.text_actor.write_samples.remote(
         [group], samples_path=str(tmp_path / "samples"), traces_path="", num_returned=1
     )
@@ -145,11 +146,13 @@ def test_a_frozen_process_is_missed_and_its_successor_takes_over_its_call(starte
 
     before = ray.get(work(0), timeout=DEADLINE_S).process
     beat = Heartbeat(actor)
-    assert not beat.missed()
+    wait_for(lambda: beat.missed() or beat.process)
+    assert beat.named(name) == f"{name} (process {before.pid} on {socket.gethostname()})"
     psutil.Process(before.pid).suspend()
     call = work(1)
     wait_for(beat.missed)
-    ray.kill(actor, no_restart=False)
+    beat.end()
+    assert not psutil.pid_exists(before.pid)
     assert ray.get(call, timeout=DEADLINE_S).process != before
 
 

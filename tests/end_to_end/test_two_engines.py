@@ -16,6 +16,7 @@ from megatron_rl.batching.batch import build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
 from rollout.engine.state import EngineStatus
+from rollout.group_parts import joined
 from rollout.planning.plan import GroupForecast, RolloutPlan
 from tests.support.deadline import DEADLINE_S
 from tests.support.strangers import knocking
@@ -97,7 +98,7 @@ def test_groups_are_spread_over_both_engines_and_come_back_whole(published):
     scored = taken(published, published.groups(6))
     assert {group.summary.engine_id for group in scored} == {0, 1}
     for group in scored:
-        columns = ray.get(group.columns)
+        columns = joined(ray.get(list(group.columns)))
         assert group.summary.lengths == tuple(np.diff(columns.offsets))
         assert group.rewards == tuple(columns.response_ids[columns.offsets[1:] - 1])
         assert len(columns.rollout_logprobs) == columns.offsets[-1]
@@ -141,7 +142,7 @@ def test_a_running_group_goes_on_where_nothing_runs_and_keeps_what_it_has(publis
     assert short.summary.engine_id == 0 and pool.migration.num_moved >= 1 and pool.num_reissued == 0
     assert 1 in {scored.summary.engine_id for scored in long}
     for scored in long:
-        columns = ray.get(scored.columns)
+        columns = joined(ray.get(list(scored.columns)))
         assert not scored.summary.is_unfinished
         for sample, length in enumerate(scored.summary.lengths):
             spans = scored.summary.weight_spans[sample]

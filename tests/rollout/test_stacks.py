@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from history.own_files import PlantedError
 from rollout import stacks
 from rollout.processes import NODE, VARIABLE, ProcessId, kill_processes
 from tests.support.runs.background import ROOT
@@ -82,6 +83,24 @@ def test_a_process_without_a_handler_is_not_ended_by_the_question(tmp_path):
     assert "faulthandler: not installed in this process" in Path(file).read_text()
     assert process.poll() is None
     assert kill_processes([identity]) == 1
+    process.wait()
+
+
+def test_a_planted_link_is_not_written_through_and_keeps_no_other_stacks_away(tmp_path):
+    target, stacks_of = tmp_path / "target", tmp_path / "stacks" / os.uname().nodename
+    target.write_text("old")
+    stacks_of.mkdir(parents=True)
+    (stacks_of / "scorer-0-now.txt").symlink_to(target)
+    stacks_of.chmod(0o777)  # so every user may have made the link
+    process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    created_s = psutil.Process(process.pid).create_time()
+    names = [str(tmp_path / f"scorer-{number}.log") for number in range(2)]
+    identities = [ProcessId(node_id="", pid=process.pid, created_s=created_s, log=name) for name in names]
+    with pytest.raises(PlantedError, match=r"scorer-0-now\.txt is a link in a folder to which every user may write"):
+        stacks.write_stacks(identities, "now")
+    assert target.read_text() == "old"
+    assert f"=== process {process.pid}" in (stacks_of / "scorer-1-now.txt").read_text()
+    process.kill()
     process.wait()
 
 

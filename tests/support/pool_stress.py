@@ -241,8 +241,8 @@ class World:
         groups = [group.group_id for group in running]
         return self.generator.choice(groups) if groups and self.generator.random() < 0.5 else None
 
-    def score(self, group, columns):
-        del group, columns
+    def score(self, group, *parts):
+        del group, parts
         self.scores.append(Ref())
         return self.scores[-1]
 

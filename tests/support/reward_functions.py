@@ -49,6 +49,10 @@ def moody(data_source, solution_str, ground_truth, extra_info):
         time.sleep(3600)
     if solution_str.startswith("leave "):
         leave(Path(solution_str.removeprefix("leave ")))
+    if solution_str.startswith("note and wait "):
+        note, end = solution_str.removeprefix("note and wait ").split()
+        Path(note).write_text(str(os.getpid()))
+        wait_for(Path(end))
     if solution_str.startswith("until "):
         wait_for(Path(solution_str.removeprefix("until ")))
     if solution_str == "pid":

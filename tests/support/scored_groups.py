@@ -65,7 +65,7 @@ def scored_group(number: int, *, num_samples: int = 4) -> ScoredGroup:
         summary=summary,
         rewards=rewards,
         scores=tuple(Score(reward=r, status=ScoreStatus.OK) for r in rewards),
-        columns=ColumnsRef(columns),
+        columns=(ColumnsRef(columns),),
     )
 
 

@@ -1,7 +1,11 @@
-"""A stand-in for a wandb server: it answers the GraphQL calls that save a workspace, and keeps them."""
+"""A stand-in for a wandb server: it keeps the GraphQL calls, and answers those that save a workspace or begin a run.
+
+It has no answer to calls about artifacts, and so takes no tables.
+"""
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +23,10 @@ class WandbServer:
     """The message with which mutations fail; empty if they succeed."""
     calls: list[dict] = field(default_factory=list)
     """GraphQL requests: `query` and `variables`."""
+    is_frozen: bool = False
+    """Whether requests get no answer."""
+    end: threading.Event = field(default_factory=threading.Event)
+    """When it is set, nothing listens any more."""
 
     def views(self) -> list[dict]:
         """Variables of the mutations that save a view."""
@@ -26,6 +34,12 @@ class WandbServer:
 
     def answer(self, call: dict) -> dict:
         self.calls.append(call)
+        if "upsertBucket" in call["query"]:
+            project = {"id": "project", "name": "megatron-rl", "entity": {"id": "team", "name": "team"}}
+            bucket = {"id": "run", "name": call["variables"]["name"], "displayName": "run", "project": project}
+            return {"data": {"upsertBucket": {"bucket": bucket, "inserted": True}}}
+        if "RunResumeStatus" in call["query"]:
+            return {"data": {"model": None}}
         if "upsertView" not in call["query"]:
             viewer = {"id": "user", "entity": "team", "username": "user", "flags": "{}", "teams": {"edges": []}}
             return {"data": {"viewer": viewer}}
@@ -41,6 +55,8 @@ def wandb_server() -> Iterator[WandbServer]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
+            if server.is_frozen:
+                time.sleep(600)  # in a daemon thread
             content = self.rfile.read(int(self.headers["Content-Length"]))
             # the client also reports measurements of itself
             answer = server.answer(json.loads(content)) if self.path == "/graphql" else {}
@@ -56,10 +72,19 @@ def wandb_server() -> Iterator[WandbServer]:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
         server.url = f"http://127.0.0.1:{listener.server_port}"
-        thread = threading.Thread(target=listener.serve_forever)
-        thread.start()
+        serving = threading.Thread(target=listener.serve_forever)
+        serving.start()
+
+        def close() -> None:
+            server.end.wait()
+            listener.shutdown()
+            listener.server_close()
+
+        closing = threading.Thread(target=close)
+        closing.start()
         try:
             yield server
         finally:
-            listener.shutdown()
-            thread.join()
+            server.end.set()
+            closing.join()
+            serving.join()

@@ -5,6 +5,13 @@ from benchmarks.harness.record_tables import Column, Table
 from benchmarks.harness.record_views.view import View, percent, spread
 
 _LINES = {"role": "process", "fault": "fault", "run": "run"}
+_REPEATED = {
+    "reissued_groups": "groups begun again",
+    "repeated_publishes": "repeated publishes",
+    "scorer_restarts": "scorer restarts",
+    "repeated_calls": "repeated calls",
+}
+"""Columns that older rows lack."""
 
 FAULTS = View(
     question="Does a run end as promised when one of its processes is killed or frozen?",
@@ -18,6 +25,11 @@ FAULTS = View(
         "`ahead`: engines sample beside the trainer and receive INT8 weights over sockets. `drafting`: engines draft "
         "from the history.",
         "A run whose controller was killed, or whose exit code asks for it, was started again, as SLURM would do.",
+        "In `scoring` a call of the reward function is under way, and each takes half a second. In other phases they "
+        "end at once.",
+        "A frozen controller is continued after 45 s, and these are among its seconds. No other process is continued.",
+        "Calls are those of the reward function. `-` stands for a cell that is not in the table, or whose rows were "
+        "recorded before this was counted.",
         "Deadlines are short in these runs: 60 s for a call to the trainer, 20 s without a token of an engine.",
         "Seconds count from the signal to the end of the step that was under way, or to the end of the run after the "
         "last step. Without a fault they are one or two.",
@@ -38,6 +50,7 @@ FAULTS = View(
                 Column(field="trainer_restarts", title="trainer restarts, most", reduce="most"),
                 Column(field="engine_restarts", title="engine restarts, most", reduce="most"),
                 Column(field="repeated_steps", title="repeated steps, most", reduce="most"),
+                *(Column(field=field, title=f"{title}, most", reduce="most") for field, title in _REPEATED.items()),
             ),
         ),
     ),

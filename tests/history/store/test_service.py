@@ -5,6 +5,7 @@ import mmap
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -205,7 +206,8 @@ def test_a_shard_that_hangs_is_restarted_and_delays_a_save_no_longer(started, lo
     monkeypatch.setattr(history_service, "HANG_S", 2.0)
     service.save(tmp_path / "next")
     monkeypatch.undo()
-    assert any("history shard 0 has not answered for 2 s and is restarted" in line for line in log_lines)
+    named = f"history shard 0 (process {pid} on {socket.gethostname()})"
+    assert any(line.startswith(f"{named} has not answered for 2 s and is restarted") for line in log_lines)
     assert ended == ([] if by_ray else [("history shard 0", pid, True)])
     until(lambda: service.report().stats.num_prompts == len(KEYS) and any("died and was" in line for line in log_lines))
     service.save(tmp_path / "last")

@@ -7,9 +7,12 @@ import sys
 from contextlib import nullcontext
 
 import pytest
+import ray
+from ray._raylet import AuthenticationMode
 
 from launcher.cluster import ray_cluster
 from launcher.cluster.node import RAY_START_TRIES
+from launcher.cluster.processes import Processes
 from launcher.cluster.ray_cluster import natural_order, start_ray
 from launcher.config.schema import ClusterConfig
 from rollout.failures import DeadlineError
@@ -56,6 +59,38 @@ def test_a_local_ray_that_is_late_is_started_again_and_any_other_error_ends_the_
             start_ray(ClusterConfig(), num_actors=1)
         assert errors == []
         assert len(caplog.records) == min(tries.count(late), RAY_START_TRIES - 1)
+
+
+JOINS = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR'); print('joined', len(ray.nodes()))"
+
+
+def test_the_ray_of_a_local_run_refuses_a_process_without_its_token(running: Processes) -> None:
+    """A process with it is let in: so a refusal is one of the token."""
+    assert running.environment.single_node
+    line = [sys.executable, "-c", JOINS, ray.get_runtime_context().gcs_address]
+    strangers = {"a wrong token": {"RAY_AUTH_TOKEN": "0" * 64}, "no token": {"RAY_AUTH_MODE": "disabled"}}
+    processes = {
+        name: subprocess.Popen(line, env=os.environ | change, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for name, change in {**strangers, "the token": {}}.items()
+    }
+    said = {name: process.communicate(timeout=DEADLINE_S) for name, process in processes.items()}
+    assert processes["the token"].returncode == 0 and said["the token"][0].startswith("joined 1"), said["the token"]
+    for name in strangers:
+        output, errors = said[name]
+        assert processes[name].returncode != 0 and "joined" not in output, name
+        assert "Authentication token is missing or incorrect" in errors, f"{name}: {errors}"
+
+
+@pytest.mark.parametrize(("mode", "is_said"), [("TOKEN", False), ("DISABLED", True)])
+def test_a_joined_cluster_that_asks_for_no_token_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, is_said: bool
+) -> None:
+    for name, answer in (("start_ray", None), ("end_ray", None), ("_in_order", []), ("ask_nodes", ())):
+        monkeypatch.setattr(ray_cluster, name, lambda *_, answer=answer, **__: answer)
+    monkeypatch.setattr(ray_cluster, "get_authentication_mode", lambda: getattr(AuthenticationMode, mode))
+    assert ray_cluster.joined_nodes(ClusterConfig(address="10.0.0.1:6379")) == ()
+    said = [record.getMessage() for record in caplog.records]
+    assert ["`cluster.address` = 10.0.0.1:6379 asks for no token" in line for line in said] == [True] * is_said
 
 
 def _raise(message: str) -> None:

@@ -48,6 +48,25 @@ def test_a_run_has_the_actions_that_change_something(write_config: Write, node: 
     ]
 
 
+@pytest.mark.parametrize("mode", ["icepop", "icepop_sequence", "mis_product", "mis_geometric"])
+def test_a_cap_that_would_empty_the_band_of_the_correction_is_no_action(
+    write_config: Write, node: NodeResources, mode: str
+) -> None:
+    band = (f"algorithm.correction.mode={mode}", "algorithm.correction.low=1.2", "algorithm.correction.cap=5")
+    run = checked(write_config, node, *ACT, *band)
+    said: list[str] = []
+    assert [action.value for action in ladder_of(run, said.append) if action.kind == "cap"] == [1.5]
+    assert said[0] == "guard: correction.cap = 1.2 is no action of this run: correction.low = 1.2 is not below it"
+
+
+@pytest.mark.parametrize("mode", ["tis_token", "tis_sequence"])
+def test_a_lower_end_that_the_mode_does_not_read_keeps_no_cap_away(
+    write_config: Write, node: NodeResources, mode: str
+) -> None:
+    unread = (f"algorithm.correction.mode={mode}", "algorithm.correction.low=1.4")
+    assert kinds(checked(write_config, node, *ACT, *unread))[0][:2] == ["cap", "cap"]
+
+
 def test_the_engines_of_a_level_differ_only_in_their_formats(write_config: Write, node: NodeResources) -> None:
     run = checked(write_config, node, *ACT, "engine.kv_format=fp8")
     actions = ladder_of(run, lambda line: None)

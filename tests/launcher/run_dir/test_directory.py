@@ -133,6 +133,55 @@ def test_a_checkpoint_becomes_latest_only_when_it_is_complete(tmp_path: Path) ->
         assert list(run.begin_checkpoint(4).iterdir()) == []
 
 
+def test_all_of_a_checkpoint_and_the_records_before_it_are_on_disk_before_it_gets_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that loses its power keeps what was synced, and the renames that were synced after it."""
+    events: list[tuple[str, str]] = []
+    sync, rename, replace = os.fsync, Path.rename, Path.replace
+
+    def name(path: str | Path) -> str:
+        return Path(path).relative_to(tmp_path).as_posix()
+
+    def noted_sync(descriptor: int) -> None:
+        sync(descriptor)
+        events.append(("sync", name(Path(f"/proc/self/fd/{descriptor}").readlink())))
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        events.append(("rename", name(path)))
+        return rename(path, target)
+
+    def noted_replace(path: Path, target: Path) -> Path:
+        events.append(("rename", name(path)))
+        return replace(path, target)
+
+    with RunDirectory(tmp_path) as run:
+        for step in range(2):
+            run.append_metrics(step, {"a": 1.0})
+            for path in (run.samples_path(step), run.traces_path(step)):
+                path.write_text("{}\n")
+        partial = run.begin_checkpoint(2)
+        (partial / "trainer" / "0").mkdir(parents=True)
+        for file in ("state.json", "trainer/0/weights"):
+            (partial / file).write_text("2")
+        monkeypatch.setattr(os, "fsync", noted_sync)
+        monkeypatch.setattr(Path, "rename", noted_rename)
+        monkeypatch.setattr(Path, "replace", noted_replace)
+        run.finish_checkpoint(2, keep_last=2)
+    named, latest = (events.index(("rename", f"checkpoints/{path}")) for path in ("2.partial", "latest.partial"))
+    records = {f"{folder}/step-{step}.jsonl" for folder in ("samples", "traces") for step in range(2)}
+    whole = {"state.json", "trainer", "trainer/0", "trainer/0/weights"}
+    wanted = {".", "metrics.jsonl", "samples", "traces", *records}
+    wanted |= {"checkpoints/2.partial", *(f"checkpoints/2.partial/{path}" for path in whole)}
+    assert wanted - {path for _, path in events[:named]} == set()
+    assert events[named:][:3] == [
+        ("rename", "checkpoints/2.partial"),
+        ("sync", "checkpoints"),
+        ("sync", "checkpoints/latest.partial"),
+    ]
+    assert events[latest + 1] == ("sync", "checkpoints")
+
+
 def test_older_checkpoints_are_removed_once_a_newer_one_is_complete(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         for step in (1, 2, 3, 3):

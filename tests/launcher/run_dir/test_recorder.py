@@ -1,11 +1,15 @@
-"""Evaluations reach wandb: with the step of the same number, the last one on its own."""
+"""Evaluations reach wandb with the step of the same number; a text actor that hangs is named and restarted."""
 
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
 
+from launcher.run_dir import recorder as recorder_module
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
@@ -13,6 +17,8 @@ from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.wandb import Tracker
 from rollout.evaluation import EvaluationRow
+from rollout.failures import DeadlineError, Place
+from rollout.pool import heartbeat
 from rollout.processes import ProcessId
 from rollout.rewards.text_actor import WrittenSamples
 
@@ -35,13 +41,17 @@ class Engines:
 
 
 class RemoteMethod:
+    def __init__(self, ref: str) -> None:
+        self.ref = ref
+
     def remote(self, *args: object, **options: object) -> str:
         del args, options
-        return "samples"
+        return self.ref
 
 
 class TextActor:
-    write_samples = RemoteMethod()
+    write_samples = RemoteMethod("samples")
+    alive = RemoteMethod("alive")
 
 
 def evaluation(step: int, average: float) -> EvaluationRow:
@@ -59,26 +69,30 @@ def evaluation(step: int, average: float) -> EvaluationRow:
     )
 
 
+def recorder_of(directory: RunDirectory, run: WandbRun, progress: RunProgress) -> RunRecorder:
+    (directory.path / "wandb").mkdir(exist_ok=True)
+    return RunRecorder(
+        directory,
+        Tracker(run, directory.path / "wandb" / "tracking.json", -1, "x"),
+        progress,
+        status=StatusFile(run_dir=directory.path, num_steps=2, step=0),
+        text_actor=TextActor(),
+        engines=Engines(),
+        saves=Saves(directory, history=None, keep_last=1, background=True),
+        baseline_engines=(),
+        table_rows=0,
+        record_traces=False,
+    )
+
+
 def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = [ProcessId(node_id="n", pid=pid, created_s=0.0) for pid in (7, 8)]  # the text actor was restarted
     answers = iter([WrittenSamples(rows=[], process=process) for process in processes])
-    monkeypatch.setattr(ray, "get", lambda ref: next(answers))
+    monkeypatch.setattr(ray, "get", lambda ref: next(answers) if ref == "samples" else processes[0])
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
     run = WandbRun()
     with RunDirectory(str(tmp_path / "run")) as directory:
-        (directory.path / "wandb").mkdir(exist_ok=True)
-        recorder = RunRecorder(
-            directory,
-            Tracker(run, directory.path / "wandb" / "tracking.json", -1, "x"),
-            RunProgress(2),
-            status=StatusFile(run_dir=directory.path, num_steps=2, step=0),
-            text_actor=TextActor(),
-            engines=Engines(),
-            saves=Saves(directory, history=None, keep_last=1, background=True),
-            baseline_engines=(),
-            table_rows=0,
-            record_traces=False,
-        )
+        recorder = recorder_of(directory, run, RunProgress(2))
         recorder.on_evaluation([evaluation(0, 0.25)])
         recorder.on_step(0, {"reward/mean": 0.1, "timing_s/step": 1.0}, [])
         recorder.on_step(1, {"reward/mean": 0.2, "timing_s/step": 1.0}, [])
@@ -87,3 +101,82 @@ def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, mon
     accuracy = {step: data.get("eval/held_out/int8/avg@1") for step, data in run.logged}
     assert accuracy == {0: 0.25, 1: None, 2: 0.75}
     assert [data.get("reward/mean") for _, data in run.logged] == [0.1, 0.2, None]
+
+
+class Lines(RunProgress):
+    """A console that keeps its lines about the text actor."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.lines: list[str] = []
+
+    def say(self, text: str) -> None:
+        if "the text actor" in text:
+            self.lines.append(text)
+
+
+@dataclass
+class HungTextActor:
+    """Ray and a text actor that writes nothing until its process was ended `num_ends` times."""
+
+    freezes: bool
+    num_ends: int
+    ended: list[ProcessId] = field(default_factory=list)
+    num_answers: int = 0
+
+    def wait(self, refs: list[str], *, timeout: float) -> tuple[list[str], list[str]]:
+        (ref,) = refs
+        if ref == "samples":
+            done = len(self.ended) == self.num_ends
+        else:
+            self.num_answers += 1
+            done = not self.freezes or self.num_answers == 1
+        if done:
+            return refs, []
+        time.sleep(timeout)
+        return [], refs
+
+    def get(self, ref: str) -> object:
+        process = ProcessId(node_id="n", pid=7 + len(self.ended), created_s=0.0, host="gpu-03")
+        return process if ref == "alive" else WrittenSamples(rows=[], process=process)
+
+    def kill_on_nodes(self, processes: list[ProcessId], *, stacks: bool) -> tuple[str, ...]:
+        assert stacks, "it leaves no stacks"
+        self.ended += processes
+        return ("logs/stacks",)
+
+
+@pytest.fixture
+def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool, int], Lines]]:
+    def write(freezes: bool, num_ends: int) -> Lines:
+        """Record a step whose samples the text actor does not write, and wait for them."""
+        text_actor, progress = HungTextActor(freezes, num_ends), Lines()
+        monkeypatch.setattr(ray, "wait", text_actor.wait)
+        monkeypatch.setattr(ray, "get", text_actor.get)
+        monkeypatch.setattr(heartbeat, "kill_on_nodes", text_actor.kill_on_nodes)
+        for module in (heartbeat, recorder_module):
+            monkeypatch.setattr(module, "LOOK_EVERY_S", 0.001)
+        monkeypatch.setattr(heartbeat, "SILENT_S", 0.01)
+        monkeypatch.setattr(recorder_module, "WRITE_TIMEOUT_S", 60.0 if freezes else 0.03)
+        recorder = recorder_of(directory, WandbRun(), progress)
+        recorder.on_step(0, {"timing_s/step": 1.0}, [])
+        recorder.finish()
+        assert [process.pid for process in text_actor.ended] == [7]
+        return progress
+
+    with RunDirectory(str(tmp_path / "run")) as directory:
+        yield write
+
+
+def test_a_text_actor_that_freezes_is_named_with_its_node_leaves_its_stacks_and_is_restarted(hung) -> None:
+    first, second = hung(True, 1).lines
+    assert first == "the text actor (process 7 on gpu-03) has not answered for 0 s and is restarted"
+    assert second == "the stacks of the text actor are in logs/stacks"
+
+
+def test_a_text_actor_that_writes_too_long_leaves_its_stacks_once_and_is_named_then(hung) -> None:
+    (first, _) = hung(False, 1).lines
+    assert first.startswith("the text actor (process 7 on gpu-03) wrote no samples for")
+    with pytest.raises(DeadlineError, match=r"for the text actor \(process 8 on gpu-03\) to write samples") as late:
+        hung(False, 2)
+    assert late.value.place == Place(role="text actor", node="gpu-03")

@@ -36,6 +36,24 @@ def test_more_steps_under_a_decaying_learning_rate_are_reported_with_their_conse
     assert line.startswith("num_steps: 3 -> 9 (the learning rate now decays until step 9;")
 
 
+def test_the_decaying_learning_rate_of_a_critic_is_reported_too(tmp_path: Path) -> None:
+    decaying: dict[str, object] = {"optimizer": {"decay": "linear"}}
+    trainer: dict[str, object] = {"critic": decaying}
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config(trainer=trainer)))
+    (line,) = changed_keys(tmp_path, run_config(num_steps=9, trainer=trainer))
+    assert line == (
+        "num_steps: 3 -> 9 (the critic's learning rate now decays until step 9; fix it by "
+        "trainer.critic.optimizer.decay_steps)"
+    )
+    both = trainer | decaying
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config(trainer=both)))
+    (line,) = changed_keys(tmp_path, run_config(num_steps=9, trainer=both))
+    assert "(the learning rate now decays" in line and "; the critic's learning rate now decays" in line
+    fixed: dict[str, object] = {"critic": {"optimizer": {"decay": "linear", "decay_steps": 3}}}
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config(trainer=fixed)))
+    assert changed_keys(tmp_path, run_config(num_steps=9, trainer=fixed)) == ["num_steps: 3 -> 9"]
+
+
 @pytest.mark.parametrize(
     "parts", [{"seed": 1}, {"model": "other"}, {"data": {"train": [{"path": "z.jsonl"}]}}, {"deterministic": True}]
 )

@@ -19,6 +19,12 @@ def above_quantile(outcome: GroupOutcome, settings: Quantile) -> Rewards:
     return np.asarray(outcome.rewards - np.quantile(outcome.rewards, settings.share))
 
 
+def by_length(outcome: GroupOutcome, settings: NoSettings) -> Rewards:
+    """Length minus the group's mean length; rewards do not count."""
+    del settings
+    return np.asarray(outcome.lengths - outcome.lengths.mean())
+
+
 def mean(inputs: LossInputs, settings: NoSettings) -> TokenLosses:
     """Not one loss for each token."""
     del settings

@@ -131,6 +131,8 @@ def test_actions_are_ordered_by_cost_and_only_those_that_change_something_exist(
     assert ladder(GuardConfig(), cap=1.3, layers_in_8_bits=0, kv_in_8_bits=False, overlap=0) == (
         Action(kind="cap", value=1.2),
     )
+    banded = ladder(GuardConfig(), cap=2.0, low=1.2, layers_in_8_bits=0, kv_in_8_bits=False, overlap=0)
+    assert banded == (Action(kind="cap", value=1.5),)  # a cap of 1.2 would leave no weight
     one_layer = ladder(GuardConfig(), cap=None, layers_in_8_bits=1, kv_in_8_bits=False, overlap=0)
     assert [action.kind for action in one_layer] == ["bf16_rollouts"]
     keys_and_values = ladder(GuardConfig(), cap=None, layers_in_8_bits=0, kv_in_8_bits=True, overlap=0)

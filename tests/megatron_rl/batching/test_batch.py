@@ -14,6 +14,7 @@ from megatron_rl.batching.batch import MiniBatch, TrainBatch, build_batch
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.batching.selection import TrainingSample, has_signal
 from megatron_rl.config import AlgorithmConfig
+from rollout.group_parts import num_parts, part_numbers
 from rollout.types import (
     ColumnsRef,
     FinishReason,
@@ -67,7 +68,7 @@ def scored_group(group_id, lengths, rewards, *, reasons=None, versions=None, num
             finished_at_s=0.0,
         ),
         rewards=tuple(rewards),
-        columns=ColumnsRef(f"columns-{group_id}"),
+        columns=tuple(ColumnsRef(f"columns-{group_id}-{part}") for part in range(num_parts(lengths))),
     )
 
 
@@ -101,7 +102,8 @@ def check_invariants(batch: TrainBatch, groups, *, dp_size, max_tokens, num_mini
     by_id = {group.group.group_id: group for group in groups}
     for sample in trained:
         summary = by_id[sample.group_id].summary
-        assert sample.columns == by_id[sample.group_id].columns
+        assert sample.part == part_numbers(summary.lengths)[sample.sample]
+        assert sample.columns == by_id[sample.group_id].columns[sample.part]
         assert sample.num_response_tokens == summary.lengths[sample.sample] > 0
         assert summary.finish_reasons[sample.sample] is not FinishReason.ABORT
 
@@ -308,6 +310,18 @@ def test_a_group_of_equal_rewards_has_a_signal_where_its_batch_differs():
     assert batch.counts.trained_responses == 4
     tokens = {s.group_id: s for s in samples_of(batch.mini_batches[0])}
     assert tokens[0].advantage > 0 > tokens[1].advantage
+
+
+def test_an_advantage_of_ones_own_decides_which_groups_have_no_signal():
+    """Rewards do not: this function looks at lengths only."""
+    unequal_rewards, unequal_lengths = scored_group(0, [5, 5], [0.0, 1.0]), scored_group(1, [3, 5], [1.0, 1.0])
+    own = "tests.megatron_rl.algorithm.own_functions.by_length"
+    batch = build([unequal_rewards, unequal_lengths], advantage=own)
+    found = {(sample.group_id, sample.sample): sample.advantage for sample in samples_of(batch.mini_batches[0])}
+    assert found == {(1, 0): -1.0, (1, 1): 1.0}
+    counts = batch.counts
+    assert (counts.zero_variance_groups, counts.zero_variance_responses, counts.filtered_groups) == (1, 2, 0)
+    assert build([unequal_rewards], advantage=own, filter="none").counts.trained_responses == 2
 
 
 def test_the_trainer_gets_shaped_rewards_where_it_computes_advantages():

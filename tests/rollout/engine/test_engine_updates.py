@@ -2,14 +2,17 @@
 
 import asyncio
 import dataclasses
+import pickle
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from rollout.engine import weights as engine_weights
 from rollout.engine.state import EngineFencedError, EngineStatus, WeightsRefusedError
 from rollout.types import WeightSpan
+from rollout.weights.announcement import SentPlan
 from rollout.weights.manifest import TensorSpec
 from tests.rollout.engine.test_engine import PROMPT, teacher_forced
 from tests.rollout.worker.test_publish import gap
@@ -306,6 +309,70 @@ def test_a_drained_engine_has_finished_its_requests_and_begins_none(serving_a, l
     assert summary.weight_spans == ((WeightSpan(weight_version=version, num_tokens=200),),)
     assert refused.oldest_version == version
     assert after.oldest_version == version + 1
+
+
+# -- announced publishes -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(serving_a, monkeypatch):
+    """Calls to the ranks of an engine that serves weights A."""
+    calls, ranks = [], serving_a.engine._handle.ranks
+
+    async def noted(method, *args):
+        calls.append(method)
+        return await ranks(method, *args)
+
+    monkeypatch.setattr(serving_a.engine._handle, "ranks", noted)
+    return calls
+
+
+def test_announced_publishes_of_a_plan_that_the_engine_holds_are_applied(serving_a, asked, loop, oracle):
+    weights, sent = serving_a.engine.weights, SentPlan()
+    for number, name in enumerate("BAB"):
+        publish = serving_a.publish(name)
+        announced = sent.announce(publish.manifest)
+        weights.accept(announced, None if number else publish.manifest)
+        loop.run(weights.update(weights.announced(announced), serving_a.stage(publish)))
+        loop.run(weights.resume())
+        assert serving_a.engine.state().weight_version == publish.manifest.weight_version
+    assert_serves(serving_a, loop, oracle, "B")
+    assert asked.count("expect_weights") == 3 and "hold_manifest" not in asked
+
+
+def test_another_plan_reaches_the_ranks_once(serving_a, asked, loop, oracle):
+    for name in "BAB":
+        publish = serving_a.publish(name, num_ranks=1)
+        loop.run(serving_a.engine.weights.update(publish.manifest, serving_a.stage(publish)))
+        loop.run(serving_a.engine.weights.resume())
+    assert_serves(serving_a, loop, oracle, "B")
+    assert asked.count("expect_weights") == 3 and asked.count("hold_manifest") == 1
+
+
+def test_a_plan_that_is_not_held_is_refused_by_the_engine_and_by_its_ranks(serving_a, loop):
+    from rollout.worker.receiver import UpdateOrder
+
+    weights, publish, sent = serving_a.engine.weights, serving_a.publish("B"), SentPlan()
+    before = weights.num_refused
+    weights.accept(sent.announce(publish.manifest), publish.manifest)
+    stale = SentPlan().announce(publish.manifest)
+    with pytest.raises(WeightsRefusedError, match=f"follows plan {stale.plan}, but plan .* is held"):
+        weights.accept(stale)
+    with pytest.raises(WeightsRefusedError, match="the whole manifest must come first"):
+        weights.announced(stale)
+    assert weights.num_refused == before + 2
+    order = UpdateOrder(announced=stale, segments=serving_a.stage(publish), timeout_s=1.0)
+    with pytest.raises(RuntimeError, match=f"follows plan {stale.plan}, but plan .* is held"):
+        loop.run(serving_a.engine._handle.ranks("expect_weights", pickle.dumps(order)))
+
+
+def test_a_plan_is_checked_once_and_a_version_each_time(serving_a, monkeypatch):
+    weights, publish = serving_a.engine.weights, serving_a.publish("B")
+    weights.check(publish.manifest)
+    monkeypatch.setattr(engine_weights, "check_plan", lambda *args: pytest.fail("the plan was checked again"))
+    weights.check(publish.manifest)
+    with pytest.raises(WeightsRefusedError, match="is stale"):
+        weights.check(publish.manifest.of_version(serving_a.engine.state().weight_version))
 
 
 # -- streaming -----------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ def test_the_actor_has_every_method_of_the_engine_with_the_same_parameters():
     del ours["on_response_ended"]  # a listener lives in the engine's process; from outside it is `connect_history`
     for name, method in ours.items():
         found = set(inspect.signature(getattr(actor, name)).parameters) - {"_ray_trace_ctx"}
-        assert found == set(inspect.signature(method).parameters)
+        renamed = {"columns_so_far": "parts_so_far"}  # the tokens of a group travel in parts
+        assert found == {renamed.get(parameter, parameter) for parameter in inspect.signature(method).parameters}
 
 
 def test_a_finished_response_is_immutable():

@@ -7,6 +7,7 @@ from history.lengths.book import LengthBook
 from history.types import prompt_key
 from rollout.config import PlannerConfig
 from rollout.data.order import PromptOrder, PromptSet
+from rollout.planning.drawing import GroupDraws
 from rollout.planning.plan import EngineLoad
 from rollout.planning.planner import Planner
 from rollout.types import Prompt, PromptId, SamplingSpec
@@ -119,6 +120,41 @@ def test_two_draws_of_a_prompt_in_one_step_have_seeds_of_their_own():
     groups = one.due(0, ENGINES).groups
     assert len({group.prompt.prompt_id for group in groups}) < len(groups)
     assert len({seed for group in groups for seed in group.seeds}) == 4 * len(groups)
+
+
+def few_draws(*, most_by_version: int) -> GroupDraws:
+    """Draws over fewer prompts than a step has groups."""
+    few = {PromptId(f"t/{number}"): prompt(number) for number in range(PER_STEP - 1)}
+    return GroupDraws(
+        order=PromptOrder([PromptSet(prompt_ids=tuple(few))], seed=3),
+        prompts=few,
+        prompts_per_step=PER_STEP,
+        most_by_version=most_by_version,
+        group_size=4,
+        sampling=SamplingSpec(temperature=1.0, max_response_tokens=64),
+        seed=5,
+    )
+
+
+def test_two_draws_of_a_prompt_under_dynamic_sampling_have_seeds_of_their_own():
+    draws, groups = few_draws(most_by_version=8 * PER_STEP), []
+    for version in range(2):
+        for _ in range(3):  # each may draw again what an earlier one has drawn
+            shown = draws.further(version, PER_STEP, is_issued=False)
+            groups += draws.further(version, PER_STEP, is_issued=True)
+            assert shown == tuple(groups[-PER_STEP:])
+        draws.put_back([groups[-1].group_id])
+        groups += draws.further(version, 1, is_issued=True)
+        assert groups[-1].prompt == groups[-2].prompt
+    assert len({group.group_id for group in groups}) == len(groups)
+    assert len({seed for group in groups for seed in group.seeds}) == 4 * len(groups)
+
+
+def test_whole_steps_and_further_groups_which_share_numbers_and_seeds_are_not_drawn_by_one_object():
+    with pytest.raises(AssertionError, match="drawn by `further`"):
+        few_draws(most_by_version=PER_STEP).of_step(0)
+    with pytest.raises(AssertionError, match="drawn by `of_step`"):
+        few_draws(most_by_version=0).further(0, 1, is_issued=False)
 
 
 def test_nothing_is_admitted_beyond_the_last_step():

@@ -1,15 +1,21 @@
 """Calls on engines: answers and errors carry their engine's number even when other engines are lost."""
 
+from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import pytest
 import ray
 
-from rollout.engine.state import EngineState, EngineStatus
-from rollout.failures import CallError, DeadlineError, ProcessLostError
+from rollout.engine.state import EngineState, EngineStatus, UpdateTimes
+from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
+from rollout.patience import Patience
 from rollout.pool import engine_group
 from rollout.pool.engine_group import EngineGroup
+from rollout.processes import ProcessId
 from rollout.types import WeightVersion
+from rollout.weights.announcement import HeldPlan
+from rollout.weights.manifest import Bucket, WeightManifest
 
 
 class Method:
@@ -35,6 +41,12 @@ class Ray:
 
     exceptions = ray.exceptions
     killed: ClassVar[list] = []
+    stored: ClassVar[list] = []
+
+    @classmethod
+    def put(cls, value):
+        cls.stored.append(value)
+        return value
 
     @staticmethod
     def wait(refs, *, num_returns, timeout, fetch_local=True):
@@ -60,6 +72,7 @@ class Engine:
 @pytest.fixture(autouse=True)
 def _ray(monkeypatch):
     monkeypatch.setattr(engine_group, "ray", Ray)
+    Ray.killed, Ray.stored = [], []
 
 
 def failed(message):
@@ -132,6 +145,50 @@ def test_a_call_to_living_engines_ends_an_engine_that_does_not_answer():
     assert engines.actors[1] in Ray.killed
 
 
+def test_an_engine_that_answers_while_the_controller_is_stopped_is_not_late(monkeypatch):
+    """The controller is stopped for an hour in its last look, and reads the answer in the next one."""
+    now, looks = [0.0], []
+
+    def wait(refs, *, num_returns, timeout, fetch_local):
+        looks.append(timeout)
+        now[0] += timeout + 3600.0 * (len(looks) == 2)
+        return (refs, []) if len(looks) == 3 else ([], refs)
+
+    monkeypatch.setattr(Ray, "wait", staticmethod(wait))
+    monkeypatch.setattr(engine_group, "Patience", partial(Patience, clock=lambda: now[0]))
+    group(1, {}, drain=None).drain(timeout_s=8)
+    assert looks == [5.0, 3.0, 5.0]
+
+
+def on_host(host, pid=7):
+    return ProcessId(node_id=f"id of {host}", pid=pid, created_s=0.0, host=host)
+
+
+def test_engines_that_are_late_or_hang_are_named_with_their_nodes(monkeypatch):
+    killed = []
+    monkeypatch.setattr(engine_group, "kill_on_nodes", lambda processes, *, stacks: killed.append((processes, stacks)))
+    others = {n: {"start": on_host(f"gpu-0{n}", pid=70 + n), "drain": LATE} for n in (1, 2)}
+    engines = group(4, others, start=on_host("gpu-00"), drain=None)
+    engines.finish_start(engines.begin_start(), timeout_s=1)
+    with pytest.raises(DeadlineError, match=r"^engine\(s\) \[1, 2\] on gpu-01 and others had not finished") as late:
+        engines.drain(timeout_s=1)
+    assert late.value.place == Place(role="engine", ranks=(1, 2), node="gpu-01")
+    engines.end_hung(2, "emitted no token for 9 s")
+    assert engines.loss_reason(2) == "engine 2 (process 72 on gpu-02) emitted no token for 9 s and was ended"
+    assert killed == [([on_host("gpu-02", pid=72)], True)]
+    engines.replace(2, EngineGroup([Engine()], num_ranks=1, hosts=["gpu-09"]))
+    assert [engines.host_of(number) for number in range(4)] == ["gpu-00", "gpu-01", "gpu-09", "gpu-00"]
+
+
+def test_an_engine_that_does_not_start_is_named_with_the_node_where_it_was_to_start():
+    engines = EngineGroup([Engine(start=LATE), Engine(start=LATE)], num_ranks=1, hosts=["gpu-03", "gpu-03"])
+    with pytest.raises(DeadlineError, match=r"engine\(s\) \[0, 1\] on gpu-03 had not finished `start`") as late:
+        engines.finish_start(engines.begin_start(), timeout_s=1)
+    assert late.value.place.node == "gpu-03"
+    engines.end_hung(1, "hangs")
+    assert engines.loss_reason(1) == "engine 1 (on gpu-03) hangs and was ended"
+
+
 def test_figures_come_from_the_engines_that_live():
     """The process of engine 0 has died, vLLM's process in engine 1, and engine 2 hangs."""
     died = ray.exceptions.RayActorError()
@@ -154,3 +211,106 @@ def test_engines_that_require_other_parts_of_the_weights_are_named():
 def test_engine_states_have_their_type():
     state = EngineState(status=EngineStatus.SERVING, weight_version=WeightVersion(1), held=False, fault="")
     assert group(1, {}, state=state).states(timeout_s=1) == {0: state}
+
+
+UPDATED = UpdateTimes(
+    arrive_s=0.0, pause_s=0.0, apply_s=0.0, num_in_flight=0, num_recomputed_tokens=0, received_bytes=0
+)
+BUCKETS = tuple(Bucket(index=number, source_rank=0, num_bytes=64, pieces=()) for number in range(2))
+
+
+class Publishes:
+    """An engine that holds a plan as the product's does, and notes what it has got."""
+
+    def __init__(self):
+        self.held = HeldPlan()
+        self.wholes = []
+        self.applied = []
+        self.refuses = False
+        self.check, self.update = Method(self._check), Method(self._update)
+
+    def _check(self, announced, manifest=None):
+        if self.refuses:
+            return failed("refused")
+        if manifest is not None:
+            self.wholes.append(manifest)
+            self.held.keep(announced, manifest)
+        return self._found(announced, None)
+
+    def _update(self, announced, segments, with_sums):
+        self.applied.append(announced.weight_version)
+        return self._found(announced, UPDATED)
+
+    def _found(self, announced, answer):
+        try:
+            self.manifest = self.held.manifest(announced)
+        except RuntimeError as error:
+            return ray.exceptions.RayTaskError("check", "traceback", error)
+        return answer
+
+
+def manifest(version, **changes):
+    """Of a publish of one plan, which shares no object with that of another publish."""
+    buckets = tuple(replace(bucket) for bucket in BUCKETS)
+    made = WeightManifest(run_id="r", weight_version=WeightVersion(version), format="bf16", tensors=(), buckets=buckets)
+    return replace(made, **changes)
+
+
+def publish(engines, version, **changes):
+    """The publish, as `Publisher` and a delivery do it; every engine has the manifest of this version then."""
+    made = manifest(version, **changes)
+    engines.check(made, timeout_s=1)
+    engines.wait(engines.begin_update(made, {number: {} for number in engines.alive}), timeout_s=1)
+    assert all(engines.actors[number].manifest == made for number in engines.alive)
+    assert all(engines.actors[number].applied[-1] == version for number in engines.alive)
+
+
+def test_the_manifest_travels_once_and_then_its_version():
+    actors = [Publishes(), Publishes()]
+    engines = EngineGroup(actors, num_ranks=1)
+    for version in range(3):
+        publish(engines, version)
+    assert Ray.stored == [manifest(0)]
+    assert [actor.wholes for actor in actors] == [[manifest(0)], [manifest(0)]]
+
+
+def test_an_engine_that_took_the_number_of_a_lost_one_gets_the_whole_manifest_and_the_others_do_not():
+    actors = [Publishes(), Publishes()]
+    engines = EngineGroup(actors, num_ranks=1)
+    publish(engines, 0)
+    engines.mark_lost(1, "killed")
+    publish(engines, 1)
+    restarted = Publishes()
+    engines.replace(1, EngineGroup([restarted], num_ranks=1))
+    publish(engines, 2)
+    publish(engines, 3)
+    assert (actors[0].wholes, restarted.wholes) == ([manifest(0)], [manifest(2)])
+
+
+@pytest.mark.parametrize("change", [{"format": "int8"}, {"run_id": "other"}, {"buckets": BUCKETS[:1]}])
+def test_another_plan_travels_whole_to_every_engine(change):
+    actors = [Publishes(), Publishes()]
+    engines = EngineGroup(actors, num_ranks=1)
+    publish(engines, 0)
+    publish(engines, 1, **change)
+    publish(engines, 2)
+    assert [actor.wholes for actor in actors] == [[manifest(0), manifest(1, **change), manifest(2)]] * 2
+
+
+def test_an_engine_refuses_a_publish_of_a_plan_that_it_was_not_checked_against():
+    engines = EngineGroup([Publishes()], num_ranks=1)
+    publish(engines, 0)
+    updating = engines.begin_update(manifest(1, buckets=BUCKETS[:1]), {0: {}})
+    with pytest.raises(CallError, match=r"engine 0: update failed: .*weight version 1 follows plan \w+, but"):
+        engines.wait(updating, timeout_s=1)
+
+
+def test_after_a_refusal_engines_get_the_whole_manifest_again():
+    actors = [Publishes(), Publishes()]
+    engines = EngineGroup(actors, num_ranks=1)
+    actors[1].refuses = True
+    with pytest.raises(CallError, match="engine 1: check failed"):
+        publish(engines, 0)
+    actors[1].refuses = False
+    publish(engines, 0)
+    assert actors[1].wholes == [manifest(0)]

@@ -1,12 +1,15 @@
 """When a process counts as silent; over a stand-in for Ray's calls and a clock of the test."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import ray
 
 from rollout.pool import heartbeat
 from rollout.pool.heartbeat import LOOK_EVERY_S, SILENT_S, START_S, Heartbeat
+from rollout.processes import ProcessId
+
+PROCESS = ProcessId(node_id="id", pid=7, created_s=5.0, host="gpu-03")
 
 
 @dataclass
@@ -32,9 +35,10 @@ class Actor:
         done = [ref for ref in refs if self.answers[ref] != "silent"]
         return done, [ref for ref in refs if ref not in done]
 
-    def get(self, ref: str) -> None:
+    def get(self, ref: str) -> ProcessId:
         if self.answers[ref] == "dead":
             raise ray.exceptions.RayActorError
+        return PROCESS
 
     def seconds_until_missed(self, beat: Heartbeat, most: float) -> float | None:
         begin = self.now
@@ -83,3 +87,61 @@ def test_time_in_which_nobody_waits_does_not_count(actor: Actor) -> None:
     for _ in range(4):
         actor.now += 3600.0
         assert not beat.missed()
+
+
+@dataclass
+class Ended:
+    """What was ended, and how."""
+
+    by_ray: list[object] = field(default_factory=list)
+    by_node: list[tuple[list[ProcessId], bool]] = field(default_factory=list)
+
+    def kill(self, actor: object, *, no_restart: bool) -> None:
+        assert not no_restart, "a run needs the actor"
+        self.by_ray.append(actor)
+
+    def kill_on_nodes(self, processes: list[ProcessId], *, stacks: bool) -> tuple[str, ...]:
+        self.by_node.append((processes, stacks))
+        return ("logs/stacks",)
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Ended:
+    ended = Ended()
+    monkeypatch.setattr(heartbeat.ray, "kill", ended.kill)
+    monkeypatch.setattr(heartbeat, "kill_on_nodes", ended.kill_on_nodes)
+    return ended
+
+
+def test_a_silent_process_that_was_asked_before_is_named_with_its_node_and_leaves_its_stacks(
+    actor: Actor, ended: Ended
+) -> None:
+    beat = Heartbeat(actor, clock=lambda: actor.now)
+    beat.ask()
+    actor.says = "silent"
+    assert (beat.named("scorer 2"), beat.host) == ("scorer 2", "")
+    assert actor.seconds_until_missed(beat, 2 * SILENT_S) == pytest.approx(SILENT_S, abs=2 * LOOK_EVERY_S)
+    assert (beat.named("scorer 2"), beat.host) == ("scorer 2 (process 7 on gpu-03)", "gpu-03")
+    assert beat.end() == ("logs/stacks",)
+    assert (ended.by_node, ended.by_ray) == ([([PROCESS], True)], [])
+
+
+@pytest.mark.parametrize("before", ["silent", "dead", "ended"])
+def test_ray_ends_a_process_that_is_not_known(actor: Actor, ended: Ended, before: str) -> None:
+    beat = Heartbeat(actor, clock=lambda: actor.now)
+    if before == "ended":
+        actor.seconds_until_missed(beat, 4 * LOOK_EVERY_S)
+        beat.end()
+        ended.by_node.clear()
+    actor.says = "dead" if before == "dead" else "silent"
+    actor.seconds_until_missed(beat, 2 * START_S)
+    assert beat.end() == ()
+    assert (ended.by_node, ended.by_ray) == ([], [actor])
+
+
+def test_the_answer_of_an_old_process_does_not_hide_its_successor(actor: Actor) -> None:
+    beat = Heartbeat(actor, clock=lambda: actor.now)
+    successor = replace(PROCESS, pid=8, created_s=6.0)
+    for process in (PROCESS, successor, PROCESS):
+        beat.note(process)
+    assert beat.process == successor

@@ -9,9 +9,9 @@ import pytest
 
 from history.drafting.stats import DraftStats
 from history.lengths.book import LengthBook
-from history.store.prompt_store import Return, StoreStats
+from history.store.prompt_store import PromptStore, Return, StoreStats
 from history.store.service import ServiceReport
-from history.types import SegmentOrder, prompt_key
+from history.types import PastResponse, SegmentOrder, prompt_key
 from rollout.config import PlannerConfig
 from rollout.data.order import PromptOrder, PromptSet
 from rollout.planning.planner import Planner
@@ -108,6 +108,24 @@ def test_rewards_are_sent_by_prompt_key_for_the_step_under_which_engines_sent_th
         ("rewards", 0, {KEYS[0]: groups[0].rewards, KEYS[1]: groups[1].rewards}),
         ("rewards", 4, {KEYS[2]: late.rewards}),
     ]
+
+
+def test_a_response_whose_scoring_failed_has_no_reward_in_the_history():
+    """The substitute 0 would count as a reward below or above the others, and move their mean."""
+    service, group = Service(), scored_group(0, num_samples=3)
+    failed = Score(reward=0.0, status=ScoreStatus.TIMEOUT, is_left_out=True)
+    substitute = Score(reward=-1.0, status=ScoreStatus.TIMEOUT)
+    scores = (failed, Score(reward=5.0, status=ScoreStatus.OK), substitute)
+    rewards = tuple(score.reward for score in scores)
+    HistoryClient(service, Engines()).record_rewards([replace(group, rewards=rewards, scores=scores)])
+    ((_, _, of_step),) = service.calls
+    store = PromptStore(budget_bytes=1 << 20, kept_steps=1, reuse_share=lambda before, now: 0.0)
+    for step in range(2):
+        store.append(KEYS[0], [PastResponse(token_ids=np.arange(3), step=step, sample=n) for n in range(3)])
+        store.note_rewards(KEYS[0], step, of_step[KEYS[0]])
+    _, responses = store.fetch([KEYS[0]])[KEYS[0]]
+    assert [response.step for response in responses] == [1, 1, 1]  # the visit is complete, so it has replaced step 0
+    assert [response.reward for response in responses] == [pytest.approx(math.nan, nan_ok=True), 5.0, -1.0]
 
 
 def test_each_node_is_sent_the_prompts_of_its_engines_in_the_order_of_starting():

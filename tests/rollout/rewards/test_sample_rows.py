@@ -1,6 +1,8 @@
 """Sample and trace rows of a step: each response once, with its prompt and reward."""
 
 import json
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +11,7 @@ import pytest
 from history.store.traces import read_traces
 from rollout.data.tokenizer import Tokenizer
 from rollout.rewards.sample_rows import SampleWriter
-from rollout.types import GroupColumns, ScoredGroup
+from rollout.types import GroupColumns, ScoredGroup, ScoreStatus
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.scored_groups import scored_group
 
@@ -23,8 +25,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def with_columns(number: int) -> tuple[ScoredGroup, GroupColumns]:
     group = scored_group(number)
-    assert isinstance(group.columns, GroupColumns)
-    return group, group.columns
+    (columns,) = group.columns
+    assert isinstance(columns, GroupColumns)
+    return group, columns
 
 
 def test_rows_equal_the_columns_and_a_repeated_step_replaces_its_file(tmp_path: Path, tokenizer: Tokenizer) -> None:
@@ -55,3 +58,20 @@ def test_traces_read_back_equal_the_columns(tmp_path: Path, tokenizer: Tokenizer
         np.testing.assert_array_equal(trace.prompt_ids, columns.prompt_ids)
         np.testing.assert_array_equal(trace.response_ids, columns.response(trace.sample))
         assert trace.reward == group.rewards[trace.sample]
+
+
+def test_the_trace_of_a_response_that_is_left_out_has_no_reward(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    group, columns = with_columns(3)
+    failed = replace(group.scores[1], status=ScoreStatus.ERROR, is_left_out=True)
+    scores = (group.scores[0], failed, *group.scores[2:])
+    writer, target = SampleWriter(tokenizer), tmp_path / "traces.jsonl"
+    writer.write(
+        [(replace(group, scores=scores), columns)],
+        samples_path=tmp_path / "samples.jsonl",
+        traces_path=target,
+        num_returned=0,
+    )
+    assert '"reward":null' in target.read_text(encoding="utf-8").splitlines()[1]
+    rewards = [trace.reward for trace in read_traces(target)]
+    assert math.isnan(rewards[1])
+    assert [rewards[0], *rewards[2:]] == [group.rewards[0], *group.rewards[2:]]

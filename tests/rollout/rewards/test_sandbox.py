@@ -1,6 +1,10 @@
 """Programs in the sandbox: what they may do, and everything that they may not."""
 
+import os
 import secrets
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -42,9 +46,19 @@ def test_it_deletes_nothing() -> None:
 
 
 def test_it_has_no_network() -> None:
-    source = "import socket\nfor address in (('127.0.0.1', 22), ('8.8.8.8', 53)):\n    try:\n"
-    source += "        socket.create_connection(address, 2)\n        print('connected')\n    except OSError: pass\n"
-    assert output(source) == ""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        source = f"""
+import socket
+for address in (('127.0.0.1', {server.getsockname()[1]}), ('8.8.8.8', 53)):
+    try:
+        socket.create_connection(address, 2)
+        print('connected to', address[0])
+    except OSError:
+        pass
+"""
+        outside = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+        assert "connected to 127.0.0.1\n" in outside.stdout  # else the next line would show nothing
+        assert output(source) == ""
 
 
 def test_it_has_no_environment_and_no_rights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,3 +120,23 @@ def test_limits_end_a_program(source: str, limits: Limits, ending: Ending) -> No
 def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox.shutil, "which", lambda name: None)
     assert "install the package `bubblewrap`" in sandbox._isolation_problem.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'bwrap: No permissions to create new namespace' >&2; exit 1", "bwrap: No permissions to create new"),
+        ("exit 3", "exit code 3"),
+        ("exit 0", "exit code 0"),  # it has isolated nothing, because it has run nothing
+    ],
+)
+def test_a_machine_whose_bubblewrap_cannot_isolate_is_told_why_and_what_to_permit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    program = tmp_path / "bwrap"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    problem = sandbox._isolation_problem.__wrapped__()
+    assert problem.startswith(f"bubblewrap cannot isolate a program here ({reason}")
+    assert "kernel.unprivileged_userns_clone=1" in problem and problem.endswith("or run as root")

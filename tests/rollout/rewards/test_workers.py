@@ -3,8 +3,11 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -67,6 +70,15 @@ def _lives(pid: int) -> bool:
         return False
 
 
+async def written(file: Path) -> str:
+    """What a call has written into a file, which is removed."""
+    while not file.exists() or not file.read_text():
+        await asyncio.sleep(0.01)
+    text = file.read_text()
+    file.unlink()
+    return text
+
+
 def wait_until_gone(pid: int) -> None:
     deadline = time.monotonic() + DEADLINE_S
     while _lives(pid):
@@ -110,17 +122,32 @@ def test_a_daemon_that_outlives_its_call_is_killed_before_the_next_one(workers_o
 
 def test_a_daemon_of_a_killed_worker_is_killed(workers_of, tmp_path):
     calls = workers_of(timeout_s=DEADLINE_S)
+    daemons = []
 
-    async def kill_meanwhile() -> RewardOutcome:
+    async def kill_each() -> RewardOutcome:
         outcome = calls.workers.submit(calls.request(f"leave and hang {tmp_path / 'pid'}"))
-        while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-            await asyncio.sleep(0.01)
-        (worker,) = calls.server.children()
-        worker.kill()
+        for _ in range(2):  # the call runs again once
+            daemons.append(int(await written(tmp_path / "pid")))
+            max(calls.server.children(), key=psutil.Process.create_time).kill()
         return await outcome
 
-    assert calls.loop.run(kill_meanwhile()).error == "its process died: killed by SIGKILL"
-    wait_until_gone(int((tmp_path / "pid").read_text()))
+    assert calls.loop.run(kill_each()).error == "its process died: killed by SIGKILL"
+    for daemon in daemons:
+        wait_until_gone(daemon)
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_call_whose_worker_is_killed_or_frozen_from_outside_runs_again(workers_of, tmp_path, number):
+    calls = workers_of(timeout_s=5.0)
+
+    async def disturb() -> RewardOutcome:
+        outcome = calls.workers.submit(calls.request(f"note and wait {tmp_path / 'pid'} {tmp_path / 'end'}"))
+        os.kill(int(await written(tmp_path / "pid")), number)
+        (tmp_path / "end").touch()
+        return await outcome
+
+    assert calls.loop.run(disturb()).reward == 1.0
+    assert calls.workers.take_events() == WorkerEvents(num_restarts=1, num_repeated=1)
 
 
 @pytest.mark.parametrize("text", ["burn", "burn below"])
@@ -205,6 +232,72 @@ def test_calls_fail_when_the_server_has_died(workers_of, tmp_path):
     os.kill(calls.server.pid, signal.SIGKILL)
     with pytest.raises(ProcessLostError, match="the server of the reward workers ended"):
         calls([f"until {tmp_path / 'never'}"])
+
+
+def test_while_the_server_is_frozen_calls_go_on_in_the_workers_that_run(workers_of):
+    calls = workers_of(num_workers=2, timeout_s=DEADLINE_S)
+    calls(["fine"])
+    calls.server.suspend()
+    assert {outcome.reward for outcome in calls(["fine"] * 8)} == {1.0}
+
+
+@pytest.mark.parametrize("needs", ["the end of a worker", "another worker"])
+def test_a_frozen_server_that_has_something_to_do_is_killed_with_everything_below_it(
+    workers_of, tmp_path, monkeypatch, needs
+):
+    monkeypatch.setattr(workers_module, "SERVER_S", 1.0)
+    calls = workers_of(timeout_s=1.0 if needs == "the end of a worker" else DEADLINE_S)
+
+    async def freeze() -> list[int]:
+        outcome = calls.workers.submit(calls.request(f"child {tmp_path / 'pid'}"))
+        await written(tmp_path / "pid")
+        calls.server.suspend()
+        (worker,) = calls.server.children()
+        pids = [calls.server.pid, *(process.pid for process in calls.server.children(recursive=True))]
+        if needs == "another worker":
+            worker.kill()
+        with pytest.raises(ProcessLostError, match="the server of the reward workers ended"):
+            await outcome
+        return pids
+
+    pids = calls.loop.run(freeze())
+    assert len(pids) == 3
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+def test_a_frozen_server_does_not_outlive_its_scorer(tmp_path):
+    """The scorer is killed, as if it hung."""
+    scorer = subprocess.Popen([sys.executable, "-c", SCORER, str(tmp_path / "pid")], stdout=subprocess.PIPE, text=True)
+    assert scorer.stdout is not None
+    server = int(scorer.stdout.readline())
+    pids = [server, *(process.pid for process in psutil.Process(server).children(recursive=True))]
+    assert len(pids) == 3
+    os.kill(server, signal.SIGSTOP)
+    scorer.kill()
+    scorer.wait()
+    for pid in pids:
+        wait_until_gone(pid)
+
+
+SCORER = f"""
+import asyncio, pathlib, sys
+from rollout.config import RewardConfig
+from rollout.rewards.call import RewardRequest
+from rollout.rewards.workers import RewardWorkers
+
+async def main(file):
+    workers = RewardWorkers(RewardConfig(function="{FUNCTIONS}.moody", timeout_s={DEADLINE_S}))
+    await workers.start()
+    others = dict(data_source="", ground_truth="", extra_info_json="null")
+    outcome = workers.submit(RewardRequest(function="{FUNCTIONS}.moody", solution_str="child " + file, **others))
+    while not pathlib.Path(file).exists():
+        await asyncio.sleep(0.01)
+    print(workers._server.pid, flush=True)
+    await outcome
+
+asyncio.run(main(sys.argv[1]))
+"""
 
 
 def test_workers_that_cannot_start_are_an_error(workers_of):

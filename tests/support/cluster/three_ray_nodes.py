@@ -55,7 +55,7 @@ def refusal(call: Callable[[], object]) -> str:
 def score(scorer: ray.actor.ActorHandle) -> str:
     """Ray's id of the node on which a group is scored."""
     made = scored_group(0)
-    answer: ScorerAnswer = ray.get(scorer.score.remote(made.group, made.columns), timeout=DEADLINE_S)
+    answer: ScorerAnswer = ray.get(scorer.score.remote(made.group, *made.columns), timeout=DEADLINE_S)
     return answer.process.node_id
 
 

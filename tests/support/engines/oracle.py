@@ -58,6 +58,7 @@ def push_tensors(llm, tensors: dict, version: int, format: str) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     from rollout.transports.shm import ShmSender
+    from rollout.weights.announcement import Announcement
     from rollout.worker.receiver import UpdateOrder
     from tests.support.engines.packing import RUN_ID, pack, stacked
 
@@ -69,7 +70,9 @@ def push_tensors(llm, tensors: dict, version: int, format: str) -> None:
         publish.manifest.check_required(rank, boxes)
     senders = [ShmSender(run_id=RUN_ID, rank=rank) for rank in range(2)]
     segments = {rank: publish.send(sender, rank) for rank, sender in enumerate(senders)}
-    order = UpdateOrder(manifest=publish.manifest, segments=segments, timeout_s=DEADLINE_S)
+    announced = Announcement(plan=f"plan {version}", weight_version=version)
+    llm.collective_rpc("hold_manifest", args=(pickle.dumps((announced, publish.manifest)),))
+    order = UpdateOrder(announced=announced, segments=segments, timeout_s=DEADLINE_S)
     llm.collective_rpc("expect_weights", args=(pickle.dumps(order),))
     llm.start_weight_update()
     llm.update_weights(WeightTransferUpdateRequest(update_info={"weight_version": version}))

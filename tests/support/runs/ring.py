@@ -20,6 +20,7 @@ from megatron_rl.weights.reshard_plan import plan_reshard
 from rollout.config import EngineConfig
 from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineState
+from rollout.group_parts import most_parts
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.types import (
@@ -163,4 +164,4 @@ class Ring:
         """The same without waiting for it."""
         # the engine will say that these have ended; a pool takes more than it began for another pool's
         self.pool._seats.begin(engine, len(group.seeds))
-        return self.engines.actors[engine].generate_group.options(num_returns=2).remote(group)
+        return self.engines.actors[engine].generate_group.options(num_returns=1 + most_parts(group)).remote(group)

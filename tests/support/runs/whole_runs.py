@@ -291,7 +291,7 @@ def run_ahead(example: Path) -> Path:
     kill_in_publish(NUM_STEPS, process, "VLLM::EngineCore")
     output = finish(process)
     assert output.count("engine 0 died and is restarted") == 2
-    assert re.search(r"engine 0 \(process \d+\) (emitted no token|did not answer) for 30 s .*was ended", output)
+    assert re.search(r"engine 0 \(process \d+ on \S+\) (emitted no token|did not answer) for 30 s .*was ended", output)
     (stacks,) = (path.read_text() for path in (run_dir / "logs" / "stacks").glob("*/engine-0-*.txt"))
     actor, *children = stacks.split("=== process ")[1:]
     assert "Current thread 0x" in actor

@@ -1,0 +1,94 @@
+"""Whom the controller finds late if it was stopped itself; over stand-ins for Ray's calls and a clock of the test."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import ray
+
+from megatron_rl.trainer import group as trainer_group
+from megatron_rl.trainer.group import IDLE_TIMEOUT_S, SpmdGroup
+from rollout.failures import DeadlineError
+from rollout.patience import Patience
+
+
+@dataclass
+class World:
+    """A rank and a controller, which may be stopped in a look. It reads an answer a look after it was stopped."""
+
+    answers_at: float = float("inf")
+    stopped_in: dict[int, float] = field(default_factory=dict)
+    now: float = 0.0
+    num_looks: int = 0
+    exceptions = ray.exceptions
+
+    def wait(self, refs: list[str], *, timeout: float, **_: object) -> tuple[list[str], list[str]]:
+        stopped_s = self.stopped_in.get(self.num_looks, 0.0)
+        answered = not stopped_s and self.now + timeout >= self.answers_at
+        self.num_looks += 1
+        self.now += timeout + stopped_s
+        return (refs, []) if answered else ([], refs)
+
+    def get(self, refs: object) -> object:
+        return refs
+
+    def kill(self, actor: object, *, no_restart: bool) -> None:
+        del actor, no_restart
+
+    @property
+    def process(self) -> "World":
+        return self
+
+    def remote(self) -> str:
+        return "call"
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[World, SpmdGroup]]:
+    def start(**given: object) -> tuple[World, SpmdGroup]:
+        world = World(**given)  # type: ignore[arg-type]
+        monkeypatch.setattr(trainer_group, "ray", world)
+        monkeypatch.setattr(trainer_group, "time", SimpleNamespace(monotonic=lambda: world.now))
+        monkeypatch.setattr(trainer_group, "Patience", partial(Patience, clock=lambda: world.now))
+        return world, SpmdGroup("trainer", [world], timeout_s=60.0)  # type: ignore[list-item]
+
+    return start
+
+
+def test_a_rank_that_answers_while_the_controller_is_stopped_is_not_late(
+    started: Callable[..., tuple[World, SpmdGroup]],
+) -> None:
+    world, group = started(answers_at=30.0, stopped_in={4: 3600.0})
+    assert group.call("process") == ["call"]
+    assert world.now > 3600.0
+
+
+def test_a_rank_that_does_not_answer_is_late_after_the_time_in_which_the_controller_waited(
+    started: Callable[..., tuple[World, SpmdGroup]],
+) -> None:
+    world, group = started(stopped_in={4: 3600.0})
+    with pytest.raises(DeadlineError, match=r"rank\(s\) \[0\] of 1 had not returned after 60 s"):
+        group.call("process")
+    assert world.now == 3660.0
+
+
+def look_often(world: World, group: SpmdGroup) -> None:
+    for _ in range(100):
+        world.now += 5.0
+        group.check_idle()
+
+
+def test_an_idle_rank_is_not_judged_by_time_in_which_nobody_asked(
+    started: Callable[..., tuple[World, SpmdGroup]],
+) -> None:
+    world, group = started()
+    group.check_idle()
+    for _ in range(10):
+        world.now += 3600.0
+        group.check_idle()
+    begin = world.now
+    with pytest.raises(DeadlineError, match="had not returned after 120 s"):
+        look_often(world, group)
+    assert world.now - begin <= IDLE_TIMEOUT_S

@@ -1,0 +1,50 @@
+"""A limit of time for a process that may be stopped itself; over a clock of the test."""
+
+from dataclasses import dataclass
+
+from rollout.patience import LOOK_S, Patience
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def looks(patience: Patience, clock: Clock, *, stopped_in: dict[int, float] | None = None, most: int = 100) -> int:
+    """Looks until the limit has passed; during some of them this process is stopped for so many seconds."""
+    for number in range(most):
+        clock.now += patience.look_s() + (stopped_in or {}).get(number, 0.0)
+        if patience.is_over():
+            return number + 1
+    raise AssertionError("the limit never passes")
+
+
+def test_a_limit_is_spent_in_short_looks() -> None:
+    clock = Clock()
+    assert looks(Patience(4 * LOOK_S + 1.0, clock), clock) == 5
+    assert clock.now == 4 * LOOK_S + 1.0
+    assert looks(Patience(0.5, clock), clock) == 1
+
+
+def test_time_in_which_the_waiting_process_was_stopped_does_not_count() -> None:
+    clock = Clock()
+    assert looks(Patience(4 * LOOK_S, clock), clock, stopped_in={1: 3600.0}) == 4
+    assert clock.now == 4 * LOOK_S + 3600.0
+
+
+def test_after_a_stop_in_the_last_look_there_is_another_one() -> None:
+    clock = Clock()
+    assert looks(Patience(2 * LOOK_S, clock), clock, stopped_in={1: 3600.0}) == 3
+
+
+def test_a_look_that_ends_early_counts_as_long_as_it_took() -> None:
+    clock = Clock()
+    patience = Patience(2 * LOOK_S, clock)
+    for _ in range(4):
+        assert patience.look_s(1.0) == 1.0
+        clock.now += 0.25
+        assert not patience.is_over(ended_early=True)
+    assert patience.left_s == 2 * LOOK_S - 1.0
