@@ -1,7 +1,7 @@
 """How long a checkpoint in the background keeps the run waiting, as a share of the save.
 
 `python -m benchmarks.saves --json OUT [--saves 6] [--quick]`: a trainer of two data-parallel ranks with the distributed
-optimizer holds a model of 0.2 billion random weights. It saves in the background and in the foreground in turn, each
+optimizer holds a model of a quarter of a billion random weights, hidden 2048. It saves in the background and in the foreground in turn, each
 `--saves` times; the first of each plans, and does not count.
 
 Rows: one per save. `begin_s` is the wait until the trainer may go on, `finish_s` that at the end of a later step, after
@@ -26,7 +26,8 @@ from megatron_rl.trainer.messages import TrainerSpec
 from rollout.weights.format import WeightFormat
 
 PARALLEL = ParallelConfig(data=2)
-NUM_LAYERS = 10
+NUM_LAYERS, HIDDEN = 2, 2048
+"""Few large matrices, as the ranks of large models have: plans take their time by tensor, copies and files by byte."""
 LIMIT_S = 300.0
 MOST_SHARE = 0.1
 """Of a save in the background, that the run may wait."""
@@ -40,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     work: Path = options.work
     shutil.rmtree(work, ignore_errors=True)
-    model = write_model(work / "model", quick=options.quick, num_layers=NUM_LAYERS)
+    model = write_model(
+        work / "model", quick=options.quick, num_layers=NUM_LAYERS, hidden=512 if options.quick else HIDDEN
+    )
     rows: list[Row] = []
     with processes(ClusterConfig(), num_actors=2, log_dir=None) as running:
         trainer = running.start_trainer(_spec(model), trainer_ranks(PARALLEL, cpu_threads=1))

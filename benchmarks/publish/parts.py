@@ -36,21 +36,22 @@ from rollout.weights.manifest import Box, WeightManifest
 RUN_ID = "publishbenchmark"
 TIMEOUT_S = 300.0
 NUM_LAYERS, QUICK_LAYERS = 32, 2
+HIDDEN, HEAD_DIM = 1024, 64
 VERSION = WeightVersion(0)
 
 
-def write_model(directory: Path, *, quick: bool, num_layers: int = NUM_LAYERS) -> Path:
-    """Write a Hugging Face directory with random BF16 weights: half a billion unless `num_layers` says otherwise."""
+def write_model(directory: Path, *, quick: bool, num_layers: int = NUM_LAYERS, hidden: int = HIDDEN) -> Path:
+    """Write a Hugging Face directory with random BF16 weights, by default half a billion."""
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["Qwen3ForCausalLM"],
         "model_type": "qwen3",
-        "hidden_size": 1024,
+        "hidden_size": hidden,
         "num_hidden_layers": QUICK_LAYERS if quick else num_layers,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 4096,
+        "num_attention_heads": hidden // HEAD_DIM,
+        "num_key_value_heads": hidden // HEAD_DIM // 4,
+        "head_dim": HEAD_DIM,
+        "intermediate_size": 4 * hidden,
         "vocab_size": 32768,
         "max_position_embeddings": 1024,
         "tie_word_embeddings": False,
