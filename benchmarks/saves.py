@@ -1,8 +1,8 @@
 """How long a checkpoint in the background keeps the run waiting, as a share of the save.
 
 `python -m benchmarks.saves --json OUT [--saves 6] [--quick]`: a trainer of two data-parallel ranks with the distributed
-optimizer holds a model of a quarter of a billion random weights, hidden 2048. It saves in the background and in the foreground in turn, each
-`--saves` times; the first of each plans, and does not count.
+optimizer holds a model of a quarter of a billion random weights, hidden 2048. It saves in the background and in the
+foreground in turn, each `--saves` times; the first of each plans, and does not count.
 
 Rows: one per save. `begin_s` is the wait until the trainer may go on, `finish_s` that at the end of a later step, after
 all files are written; `blocked_s` is their sum. `save_s` is the time from the begin to the last file on disk.

@@ -11,7 +11,7 @@ SAVES = View(
         figures={"share": goal("wait for a save in the background, as a share of the save", scale=100.0)},
     ),
     notes=(
-        "Two data-parallel ranks with the distributed optimizer hold a model of a quarter of a billion random weights, with few "
+        "Two data-parallel ranks with the distributed optimizer hold a quarter of a billion random weights in few "
         "large matrices. Files are synchronised to the disk.",
         "In the background the run waits while the state is copied, and for the collectives at both ends.",
     ),
