@@ -87,15 +87,18 @@ class SpmdGroup:
         """Results of a call that `begin` started, in rank order; errors as for `call`."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         patience = Patience(limit_s)
-        pending = list(refs)
+        pending, ranks = list(refs), {ref: rank for rank, ref in enumerate(refs)}
         if self._watch is not None:
             self._watch.begin()
         while pending:
             look_s = patience.look_s(LOOK_S if self._watch is None else self._watch.look_every_s)
-            done, pending = ray.wait(pending, timeout=look_s, fetch_local=False)
+            first, pending = ray.wait(pending, timeout=look_s, fetch_local=False)
+            # all that have ended, because a look at hundreds of ranks is expensive
+            more, pending = _ended(pending)
+            done = [*first, *more]
             for ref in done:
-                self._raise_if_failed(refs, refs.index(ref), method)
-            late = [refs.index(ref) for ref in pending]
+                self._raise_if_failed(refs, ranks[ref], method)
+            late = [ranks[ref] for ref in pending]
             if patience.is_over(ended_early=bool(done)) and not done:
                 self._end_late(late, method, f"had not returned after {limit_s:.0f} s, for which the controller waited")
             if self._watch is not None and self._watch.hangs(late):
@@ -343,6 +346,11 @@ def start_trainer(
     group.call("join", *address)
     ranks = trainer_ranks(spec.config.parallel, cpu_threads=1)
     return TrainerGroup(group, data_ranks=[rank.data_rank for rank in ranks])
+
+
+def _ended(refs: Sequence[ray.ObjectRef]) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
+    """Calls that have ended, and the others; does not wait."""
+    return ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False) if refs else ([], [])
 
 
 def _results(results: Sequence[object], kind: type[Result]) -> list[Result]:
