@@ -1,9 +1,10 @@
 """Random scored groups whose columns are in this process."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from rollout.group_parts import split
 from rollout.processes import ProcessId
 from rollout.types import (
     ColumnsRef,
@@ -24,10 +25,13 @@ from rollout.types import (
 )
 
 
-def scored_group(number: int, *, num_samples: int = 4) -> ScoredGroup:
+def scored_group(number: int, *, num_samples: int = 4, lengths: Sequence[int] | None = None) -> ScoredGroup:
+    """`lengths`: response tokens, drawn if they are not given; long ones make several parts."""
     generator = np.random.default_rng(number)
-    lengths = generator.integers(2, 9, num_samples)
-    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    drawn = generator.integers(2, 9, num_samples)
+    lengths = drawn.tolist() if lengths is None else lengths
+    num_samples, longest = len(lengths), max(16, *lengths)
+    offsets = np.cumsum([0, *lengths])
     prompt = generator.integers(1, 60, 5).astype(np.int32)
     columns = GroupColumns(
         prompt_ids=prompt,
@@ -46,7 +50,7 @@ def scored_group(number: int, *, num_samples: int = 4) -> ScoredGroup:
             ground_truth="",
             extra_info_json="null",
         ),
-        sampling=SamplingSpec(temperature=0.9, max_response_tokens=16),
+        sampling=SamplingSpec(temperature=0.9, max_response_tokens=longest),
         seeds=tuple(range(num_samples)),
     )
     summary = GroupSummary(
@@ -65,7 +69,7 @@ def scored_group(number: int, *, num_samples: int = 4) -> ScoredGroup:
         summary=summary,
         rewards=rewards,
         scores=tuple(Score(reward=r, status=ScoreStatus.OK) for r in rewards),
-        columns=(ColumnsRef(columns),),
+        columns=tuple(map(ColumnsRef, split(columns))),
     )
 
 
