@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import pytest
 import ray
+from ray._private import ray_constants
 from ray._raylet import AuthenticationMode
 
 from launcher.cluster import ray_cluster
@@ -69,8 +70,9 @@ def test_the_ray_of_a_local_run_refuses_a_process_without_its_token(running: Pro
     assert running.environment.single_node
     line = [sys.executable, "-c", JOINS, ray.get_runtime_context().gcs_address]
     strangers = {"a wrong token": {"RAY_AUTH_TOKEN": "0" * 64}, "no token": {"RAY_AUTH_MODE": "disabled"}}
+    loopback = os.environ | {ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR: "0"}  # else Ray asks the network's address
     processes = {
-        name: subprocess.Popen(line, env=os.environ | change, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        name: subprocess.Popen(line, env=loopback | change, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for name, change in {**strangers, "the token": {}}.items()
     }
     said = {name: process.communicate(timeout=DEADLINE_S) for name, process in processes.items()}
