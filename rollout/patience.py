@@ -28,14 +28,14 @@ class Patience:
         self._look_s, self._began_s = min(self.left_s, most_s), self.clock()
         return self._look_s
 
-    def is_over(self, *, ended_early: bool = False) -> bool:
+    def is_over(self) -> bool:
         """Whether the limit has passed with this look.
 
-        A look counts as long as it was meant to be, unless it `ended_early`. After a stop there is always another one,
-        because answers may have come meanwhile.
+        A look counts as long as it was meant to be. After a stop there is always another one, because answers may have
+        come meanwhile.
         """
         passed_s = self.clock() - self._began_s
-        self.left_s -= min(passed_s, self._look_s) if ended_early else self._look_s
+        self.left_s -= self._look_s
         if passed_s > self._look_s + STOPPED_S:
             self.left_s = max(self.left_s, LOOK_S)
         return self.left_s <= 0

@@ -109,7 +109,7 @@ FLOORS = {
         loads="*",
     ),
     "megatron_rl/memory.py": Floor(imports="rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights"),
-    "megatron_rl/checkpoints": Floor(imports="rollout/weights", libraries="torch megatron", loads="*"),
+    "megatron_rl/checkpoints": Floor(imports="history rollout/weights", libraries="torch megatron", loads="*"),
     "megatron_rl/trainer": Floor(
         imports=(
             "rollout rollout/remote_kill.py rollout/node_reader.py rollout/data rollout/weights rollout/transports "

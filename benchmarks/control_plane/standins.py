@@ -123,9 +123,9 @@ class Host:
         """Draft counters."""
         return DraftStats()
 
-    async def lost_history_calls(self, engine: int) -> int:
+    async def history_figures(self, engine: int) -> tuple[DraftStats, int]:
         """No call was lost."""
-        return 0
+        return DraftStats(), 0
 
     async def fault(self, engine: int) -> str:
         """The engine lives."""

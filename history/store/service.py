@@ -138,10 +138,16 @@ class HistoryService:
         return tuple(self._readers)
 
     def publish_segments(self, orders: Mapping[str, SegmentOrder]) -> None:
-        """Publish the segments of these orders, by node, and remove all others."""
+        """Publish the segments of these orders, by node, and remove all others.
+
+        A reader whose segments stay as they are gets no call.
+        """
         for node, reader in self._readers.items():
-            self._orders[node] = orders.get(node, SegmentOrder())
-            self._pending.append(reader.publish.remote(self._orders[node], self.shards))
+            before, after = self._orders.get(node), orders.get(node, SegmentOrder())
+            if before is not None and not after.fresh and frozenset(after.kept) == before.keys:
+                continue
+            self._orders[node] = after
+            self._pending.append(reader.publish.remote(after, self.shards))
 
     def add_segment(self, node: str, prompt_key: int) -> None:
         """Publish a segment on a node with a reader, beside those of its order.

@@ -11,6 +11,7 @@ from launcher.checks.functions import function_problems
 from launcher.checks.slurm import slurm_problems
 from launcher.config.schema import RunConfig
 from megatron_rl.algorithm_settings import KeepAll, ReinforcePlusPlus, ReinforcePlusPlusBaseline
+from megatron_rl.config import OptimizerConfig
 from rollout.config import EvalSetConfig
 
 
@@ -86,16 +87,23 @@ def _batch_sizes(config: RunConfig) -> list[str]:
 
 
 def _schedule(config: RunConfig) -> list[str]:
-    optimizer, problems = config.trainer.optimizer, []
+    problems = _schedule_of(config.trainer.optimizer, "trainer.optimizer")
+    if "values" in config.algorithm.needs:
+        problems += _schedule_of(config.trainer.critic.optimizer, "trainer.critic.optimizer")
+    return problems
+
+
+def _schedule_of(optimizer: OptimizerConfig, key: str) -> list[str]:
+    problems = []
     if optimizer.min_learning_rate > optimizer.learning_rate:
         problems.append(
-            f"`trainer.optimizer.min_learning_rate` = {optimizer.min_learning_rate} is above "
-            f"`trainer.optimizer.learning_rate` = {optimizer.learning_rate}, where the decay begins; lower it"
+            f"`{key}.min_learning_rate` = {optimizer.min_learning_rate} is above "
+            f"`{key}.learning_rate` = {optimizer.learning_rate}, where the decay begins; lower it"
         )
     if 0 < optimizer.decay_steps < optimizer.warmup_steps:
         problems.append(
-            f"`trainer.optimizer.decay_steps` = {optimizer.decay_steps} is below "
-            f"`trainer.optimizer.warmup_steps` = {optimizer.warmup_steps}; decay counts from the first step, so "
+            f"`{key}.decay_steps` = {optimizer.decay_steps} is below "
+            f"`{key}.warmup_steps` = {optimizer.warmup_steps}; decay counts from the first step, so "
             "raise decay_steps"
         )
     return problems

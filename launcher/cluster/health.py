@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from history.own_files import opener
 from launcher.cluster.node import command_output, node_resources, package_versions
 from launcher.config.schema import RunConfig
 
@@ -69,7 +70,8 @@ class NodeFacts:
 def node_facts(needs: NodeNeeds, canary: Path) -> NodeFacts:
     """Facts of this node; `canary` is a file in the run directory that is written here."""
     canary.parent.mkdir(parents=True, exist_ok=True)
-    canary.write_text(socket.gethostname(), encoding="utf-8")
+    with open(canary, "w", encoding="utf-8", opener=opener) as file:
+        file.write(socket.gethostname())
     skew_s = time.time() - canary.stat().st_mtime
     listed = command_output(["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"])
     return NodeFacts(

@@ -95,7 +95,7 @@ class Processes:
             )
         self.started += engines
         hosts = [slot.node or socket.gethostname() for slot in slots]
-        group = EngineGroup(engines, num_ranks=slots[0].num_ranks, hosts=hosts)
+        group = EngineGroup(engines, num_ranks=slots[0].num_ranks, hosts=hosts, first=slots[0].engine_id)
         return group, group.begin_start()
 
     def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> TrainerGroup:

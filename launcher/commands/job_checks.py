@@ -67,7 +67,7 @@ def choose(config: RunConfig, folder: JobFolder) -> int:
     if choice.spares:
         say(f"spare: {', '.join(choice.spares)}")
     nodes = (*choice.nodes, *choice.spares)
-    (folder.path / "nodes").write_text("".join(f"{node}\n" for node in nodes), encoding="utf-8")
+    replace_text(folder.path / "nodes", "".join(f"{node}\n" for node in nodes))
     return 0
 
 

@@ -86,6 +86,7 @@ def _run_engines(
 ) -> None:
     """Start processes, run the remaining steps, evaluate both ends, end the processes."""
     config = checked.config
+    shown.status.step = resume.first_step
     shown.status.phase("controller", "start Ray")
     log_dir = directory.path / "logs"
     placement = checked.placement

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import ray
 
+from history.own_files import opener
 from launcher.checks.check import CheckedSft
 from launcher.checks.paths import WARM_START_MARKER
 from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import SftConfig
 from launcher.endings.conclusion import logs_beside
 from launcher.errors import judging_user_input
+from launcher.run_dir.atomic_files import replace_text
 from launcher.run_dir.console import RunProgress
 from megatron_rl.batching.balance import PackingRules, load_kernels
 from megatron_rl.batching.cost_model import cost_model
@@ -59,7 +61,7 @@ def sft(checked: CheckedSft) -> None:
         shutil.rmtree(target, ignore_errors=True)
         trainer.export(str(target))
         made_of = {"model": config.model, "num_steps": config.num_steps}
-        (target / WARM_START_MARKER).write_text(json.dumps(made_of) + "\n")
+        replace_text(target / WARM_START_MARKER, json.dumps(made_of) + "\n")
         progress.say(f"wrote {target}")
 
 
@@ -98,13 +100,13 @@ class _Log:
         self._path = Path(config.log_path) if config.log_path else None
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._path.write_text("")
+            replace_text(self._path, "")
 
     def step(self, step: int, metrics: dict[str, float], *, tokens: int, skipped: int) -> None:
         """Record a finished step."""
         self._tokens += tokens
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+            with open(self._path, "a", encoding="utf-8", opener=opener) as file:
                 file.write(json.dumps({"step": step, **metrics, "actor/skipped_updates": skipped}) + "\n")
         self._progress.phase("warm start", step + 1, self._config.num_steps)
         if (step + 1) % self._config.log_every == 0 or step + 1 == self._config.num_steps:

@@ -33,6 +33,7 @@ from launcher.config.loading import load
 from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
 from launcher.errors import RunDirectoryError
+from launcher.run_dir.atomic_files import replace_text
 from launcher.run_dir.start_phases import StartPhases, read_phases
 from launcher.run_dir.status import read_now
 from launcher.run_dir.stop_request import ANSWERED, answer_request, read_request
@@ -101,7 +102,7 @@ def drive(config: RunConfig, folder: JobFolder) -> int:
             code = Ending.STOPPED.code
         else:
             code = _run(folder, head, first_step=saved_step(folder))
-    (folder.path / "code").write_text(f"{code}\n", encoding="utf-8")
+    replace_text(folder.path / "code", f"{code}\n")
     return code
 
 

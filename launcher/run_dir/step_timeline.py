@@ -40,9 +40,10 @@ class StepTimeline:
     def add_forwards(self, forwards: Sequence[Forwards]) -> None:
         """Add the forwards of each engine since the last call."""
         self._forwards = [np.concatenate(pair) for pair in zip(self._forwards, forwards, strict=True)]
-        new = np.concatenate(forwards)
-        thinned = new[:: max(1, -(-len(new) // FITTED_PER_STEP))]
-        self._evidence = np.concatenate([self._evidence, thinned])[-MAX_FITTED:]
+        every = max(1, -(-sum(map(len, forwards)) // FITTED_PER_STEP))
+        # an engine's own share, without a copy of all forwards of hundreds of engines
+        thinned = [of_engine[number % every :: every] for number, of_engine in enumerate(forwards)]
+        self._evidence = np.concatenate([self._evidence, *thinned])[-MAX_FITTED:]
 
     def close(self, end_s: float, step_s: float) -> dict[str, float]:
         """Metrics of the step that ends at `end_s`; `step_s` is its duration without evaluation and checkpoint.
@@ -56,7 +57,9 @@ class StepTimeline:
             return {}
         before = _before_step(self._spans)
         self.speed = fit_speed(self._evidence)
-        engines = engine_timelines(self._forwards, self._spans, start_s=start_s, end_s=end_s, speed=self.speed)
+        engines = engine_timelines(
+            self._forwards, self._spans, start_s=start_s, end_s=end_s, speed=self.speed, cut_at_forwards=False
+        )
         self._spans = [span for span in self._spans if span.end_s > end_s]
         self._forwards = [forwards[_first_of_next(forwards, end_s) :] for forwards in self._forwards]
         return timeline_metrics(engines, self.speed) | before

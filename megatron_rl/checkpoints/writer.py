@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
+from history.own_files import opener
 from megatron_rl.checkpoints.boxes import METADATA
 
 FILES_PER_RANK = 2
@@ -67,7 +68,7 @@ class CheckpointWriter:
     def __init__(self, threads: Executor | None = None) -> None:
         """`threads` write the files; None for threads of its own."""
         self._threads = threads or ThreadPoolExecutor(FILES_PER_RANK, thread_name_prefix="checkpoint")
-        self._pinned = PinnedBuffer()
+        self._copies = HostBuffer()
         self._save: _Save | None = None
         # a rank's tensors are the same in every save, so plans are made once
         self._strategy = FullyParallelSaveStrategyWrapper(
@@ -134,22 +135,24 @@ class CheckpointWriter:
 
         On a CPU Megatron has copied some already: those that are a part of a larger storage. `live` are the others.
         """
-        if torch.cuda.is_available():
-            self._pinned.reserve(sum(_aligned(tensor.nbytes) for tensors in planned for _, tensor in tensors))
-        for tensors in planned:
-            for number, (item, tensor) in enumerate(tensors):
-                if tensor.is_cuda:
-                    tensors[number] = (item, self._pinned.copy(tensor))
-                elif tensor.untyped_storage().data_ptr() in live:
-                    tensors[number] = (item, tensor.clone())
+        places = [
+            (tensors, number)
+            for tensors in planned
+            for number, (_, tensor) in enumerate(tensors)
+            if tensor.is_cuda or tensor.untyped_storage().data_ptr() in live
+        ]
+        self._copies.reserve(sum(_aligned(tensors[number][1].nbytes) for tensors, number in places))
+        for tensors, number in places:
+            item, tensor = tensors[number]
+            tensors[number] = (item, self._copies.copy(tensor))
         if torch.cuda.is_available():
             torch.cuda.synchronize()
 
 
-class PinnedBuffer:
-    """Pinned host memory, kept from save to save, because pinning takes longer than copying.
+class HostBuffer:
+    """Host memory for copies, kept from save to save: fresh memory takes as long as copying, pinned memory longer.
 
-    torch's own pinned memory would round the size up to a power of two.
+    Where there are devices, it is pinned. torch's own pinned memory would round the size up to a power of two.
     """
 
     def __init__(self) -> None:
@@ -161,10 +164,12 @@ class PinnedBuffer:
         self._used = 0
         if num_bytes <= len(self._memory):
             return
-        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        if len(self._memory):
+        runtime = torch.cuda.cudart() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+        if runtime is not None and len(self._memory):
             runtime.cudaHostUnregister(self._memory.ctypes.data)
         self._memory = np.empty(num_bytes, dtype=np.uint8)
+        if runtime is None:
+            return
         if code := int(runtime.cudaHostRegister(self._memory.ctypes.data, num_bytes, 0)):
             raise RuntimeError(
                 f"{num_bytes} bytes of host memory for copies of a checkpoint cannot be pinned (CUDA error {code}); "
@@ -172,7 +177,7 @@ class PinnedBuffer:
             )
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Start a copy of a device tensor; it is complete after the next synchronisation.
+        """Copy a tensor; the copy of a device's tensor is complete after the next synchronisation.
 
         Its storage is no larger than the tensor, so that only the tensor is written.
         """
@@ -199,7 +204,7 @@ def _write(file: PlannedFile) -> list[WriteResult]:
     entries: list[tuple[WriteItem, BytesIO | torch.Tensor]] = [*objects, *tensors]
     results, transforms = [], _StorageWriterTransforms()
     try:
-        with Path(path).open("wb") as stream:
+        with open(path, "wb", opener=opener) as stream:
             for item, data in entries:
                 content = data.cpu() if isinstance(data, torch.Tensor) else data
                 results.append(_write_item(transforms, stream, content, item, name, SerializationFormat.TORCH_SAVE))

@@ -143,8 +143,6 @@ class Controller:
                 self._stop(step)
             self.phases.clock.begin_step()
             self._replace_idle_engine(step)
-            if self.history is not None:
-                self.history.begin_rollout()
             self._admit(self.planner.due(step, self.pool.loads()))
             groups = self._sample(step)
             outdated = self.pool.drop(self.planner.outdated(step))
@@ -312,6 +310,8 @@ class Controller:
         with self.phases.evaluate():
             rows = self.evaluator.evaluate(self.pool, finished_steps, progress=self._progress("evaluate"))
         self.recorder.on_evaluation(rows)
+        if self.history is not None:
+            self.history.evaluation_ended()
 
     def _progress(self, phase: str) -> "_PhaseProgress":
         stop = self.stop_requested if phase == "rollout" else None

@@ -120,8 +120,8 @@ class StreamingDelivery:
         sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s, with_sums=with_sums)
         meanwhile()
         updates = self._engines.wait(applying, timeout_s=self._timeout_s)
-        if faults := [part.fault for part in sent if part.fault]:
-            raise DeadlineError(faults[0], Place(role="engine"))
+        if late := next((part for part in sent if part.fault), None):
+            raise DeadlineError(f"trainer rank {late.rank}: {late.fault}", Place(role="engine"))
         return DeliveryReport(staged=tuple(sent), updates=tuple(updates.values()))
 
 

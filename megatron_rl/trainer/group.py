@@ -35,6 +35,8 @@ from rollout.weights.manifest import Required
 if TYPE_CHECKING:
     from megatron_rl.trainer.offload import Part
 
+NOTICED_S = 1.0
+"""Longest time until the end of a rank is noticed while its peers still work."""
 PEER_DEATH_S = 2.0
 """After a rank raised, time to learn of a peer's death, which would be the cause of the error."""
 LOOK_EVERY_S = 30.0
@@ -90,18 +92,17 @@ class SpmdGroup:
         pending, ranks = list(refs), {ref: rank for rank, ref in enumerate(refs)}
         if self._watch is not None:
             self._watch.begin()
+        look_every_s = min(NOTICED_S, LOOK_S if self._watch is None else self._watch.look_every_s)
         while pending:
-            look_s = patience.look_s(LOOK_S if self._watch is None else self._watch.look_every_s)
-            first, pending = ray.wait(pending, timeout=look_s, fetch_local=False)
-            # all that have ended, because a look at hundreds of ranks is expensive
-            more, pending = _ended(pending)
-            done = [*first, *more]
+            # a look at hundreds of ranks is expensive, so there is none for each rank that ends
+            look_s = patience.look_s(look_every_s)
+            done, pending = ray.wait(pending, num_returns=len(pending), timeout=look_s, fetch_local=False)
             for ref in done:
                 self._raise_if_failed(refs, ranks[ref], method)
             late = [ranks[ref] for ref in pending]
-            if patience.is_over(ended_early=bool(done)) and not done:
+            if pending and patience.is_over() and not done:
                 self._end_late(late, method, f"had not returned after {limit_s:.0f} s, for which the controller waited")
-            if self._watch is not None and self._watch.hangs(late):
+            if pending and self._watch is not None and self._watch.hangs(late):
                 silent_s = self._watch.timeout_s
                 self._end_late(late, method, f"made no progress for {silent_s:.0f} s (`trainer.progress_timeout_s`)")
         return list(ray.get(list(refs)))
@@ -346,11 +347,6 @@ def start_trainer(
     group.call("join", *address)
     ranks = trainer_ranks(spec.config.parallel, cpu_threads=1)
     return TrainerGroup(group, data_ranks=[rank.data_rank for rank in ranks])
-
-
-def _ended(refs: Sequence[ray.ObjectRef]) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
-    """Calls that have ended, and the others; does not wait."""
-    return ray.wait(list(refs), num_returns=len(refs), timeout=0, fetch_local=False) if refs else ([], [])
 
 
 def _results(results: Sequence[object], kind: type[Result]) -> list[Result]:

@@ -6,7 +6,7 @@ are consecutive, so they include whole blocks of rows that share a scale.
 
 import torch
 
-from megatron_rl.weights.quantization_stats import QuantizationStats
+from megatron_rl.weights.quantization_stats import QuantizationStats, total
 from rollout.weights.manifest import Box
 
 SAMPLED = 128
@@ -50,7 +50,7 @@ class CodeWatch:
         gaps = values - exact
         before = self._before.get((name, box))
         layer = layer_of(name)
-        self._sums[layer] = self._sums.get(layer, QuantizationStats()) + QuantizationStats(
+        measured = QuantizationStats(
             signal=float(torch.dot(exact.reshape(-1), exact.reshape(-1))),
             noise=float(torch.dot(gaps.reshape(-1), gaps.reshape(-1))),
             num_codes=codes.numel(),
@@ -60,6 +60,7 @@ class CodeWatch:
             num_as_is=codes.numel() if as_is is True else 0,
             num_requantised=codes.numel() if as_is is False else 0,
         )
+        self._sums[layer] = total((self._sums.get(layer, QuantizationStats()), measured))
         self._before[name, box] = raw.clone()
 
     def sums(self) -> dict[int, QuantizationStats]:

@@ -4,15 +4,15 @@ Pure: the controller adds the sums up without torch. `megatron_rl.weights.quanti
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from typing import NamedTuple
 
 _EXACT_DB = 300.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class QuantizationStats:
-    """Sums over sampled codes."""
+class QuantizationStats(NamedTuple):
+    """Sums over sampled codes. A tuple, because each publish brings one for each layer of each rank."""
 
     signal: float = 0.0
     """Sum of squared weights."""
@@ -30,30 +30,32 @@ class QuantizationStats:
     num_requantised: int = 0
     """Codes of FP8 parameters quantised again, for other blocks or another format."""
 
-    def __add__(self, other: "QuantizationStats") -> "QuantizationStats":
-        added = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(self)}
-        return QuantizationStats(**added)
-
     @property
     def sqnr_db(self) -> float:
         """Signal-to-quantisation-noise ratio in dB; 300 if the codes are exact."""
         return 10 * math.log10(self.signal / self.noise) if self.noise and self.signal else _EXACT_DB
 
 
+def total(parts: Iterable[QuantizationStats]) -> QuantizationStats:
+    """The sum of several."""
+    columns = [sum(column) for column in zip(*parts, strict=True)]
+    return QuantizationStats(*columns)  # type: ignore[arg-type]  # columns keep their types
+
+
 def sum_stats(ranks: Iterable[Mapping[int, QuantizationStats]]) -> dict[int, QuantizationStats]:
     """Sums over all ranks, by layer."""
-    total: dict[int, QuantizationStats] = {}
+    parts: defaultdict[int, list[QuantizationStats]] = defaultdict(list)
     for rank in ranks:
         for layer, sums in rank.items():
-            total[layer] = total.get(layer, QuantizationStats()) + sums
-    return dict(sorted(total.items()))
+            parts[layer].append(sums)
+    return {layer: total(of_layer) for layer, of_layer in sorted(parts.items())}
 
 
 def code_metrics(layers: Mapping[int, QuantizationStats]) -> dict[str, float]:
     """Metrics by name; empty if no layer has codes."""
     if not layers:
         return {}
-    whole = sum(layers.values(), QuantizationStats())
+    whole = total(layers.values())
     metrics = {f"publish/sqnr_db/layer_{layer}": sums.sqnr_db for layer, sums in layers.items()}
     metrics |= {
         "publish/sqnr_db_min": min(metrics.values()),

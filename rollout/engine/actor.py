@@ -180,9 +180,10 @@ class EngineActor:
         self._history_sender = HistorySender(shards)
         self._engine.on_response_ended(self._history_sender.put)
 
-    async def lost_history_calls(self) -> int:
-        """Batches of finished responses that no shard received, since the start."""
-        return self._history_sender.num_lost_calls if self._history_sender is not None else 0
+    async def history_figures(self) -> tuple[DraftStats, int]:
+        """Draft counters since the last call, and batches of responses that no shard received, since the start."""
+        num_lost = self._history_sender.num_lost_calls if self._history_sender is not None else 0
+        return await self._engine.draft_stats(), num_lost
 
     async def kernel_classes(self) -> dict[str, str]:
         """See `Engine.kernel_classes`."""

@@ -49,10 +49,13 @@ class EngineGroup:
     Answers are by engine number, ascending; lost engines are not called. Every call raises the errors of `wait`.
     """
 
-    def __init__(self, actors: Sequence[ray.actor.ActorHandle], *, num_ranks: int, hosts: Sequence[str] = ()) -> None:
+    def __init__(
+        self, actors: Sequence[ray.actor.ActorHandle], *, num_ranks: int, hosts: Sequence[str] = (), first: int = 0
+    ) -> None:
         """`actors` are `rollout.engine.actor.EngineActor` handles, each with `num_ranks` ranks.
 
         `hosts`: names of the machines on which they are to start, for messages; empty where unknown.
+        `first`: number of the first engine in messages; above 0 in a group whose engines replace others (`replace`).
         """
         self._actors = list(actors)
         self._incarnations = [0] * len(self._actors)
@@ -60,6 +63,7 @@ class EngineGroup:
         self._retired: set[int] = set()
         self._processes: dict[int, ProcessId | None] = {}
         self._hosts = list(hosts) or [""] * len(self._actors)
+        self._first = first
         self._plan = SentPlan()
         self.num_ranks = num_ranks
         self.num_hung = 0
@@ -172,10 +176,10 @@ class EngineGroup:
         if not numbers:
             return {}
         done, late = _wait_for_all(list(numbers), timeout_s=timeout_s, fetch_local=False)
-        answers = {numbers[ref]: _answer(call, numbers[ref]) for ref in done}
+        answers = {numbers[ref]: _answer(call, numbers[ref], self._first) for ref in done}
         if late:
-            late_engines = sorted(numbers[ref] for ref in late)
-            hosts = [host for number in late_engines if (host := self.host_of(number))]
+            hosts = [host for number in sorted(numbers[ref] for ref in late) if (host := self.host_of(number))]
+            late_engines = sorted(self._first + numbers[ref] for ref in late)
             raise DeadlineError(
                 f"engine(s) {late_engines}{_on(hosts)} had not finished `{call.method}` after {timeout_s:.0f} s; the "
                 "controller waited for them",
@@ -297,13 +301,9 @@ class EngineGroup:
         """Let each engine count drafts from 0; does not wait."""
         self._begin("draft_stats", DraftStats)
 
-    def draft_stats(self, *, timeout_s: float) -> dict[int, DraftStats]:
-        """Draft counters of each engine since the last call; without engines that have died."""
-        return self._measure(self._begin("draft_stats", DraftStats), timeout_s=timeout_s)
-
-    def lost_history_calls(self, *, timeout_s: float) -> dict[int, int]:
-        """Batches of finished responses that no shard received, since the start; without engines that have died."""
-        return self._measure(self._begin("lost_history_calls", int), timeout_s=timeout_s)
+    def history_figures(self, *, timeout_s: float) -> dict[int, tuple[DraftStats, int]]:
+        """See `EngineActor.history_figures`; without engines that have died."""
+        return self._measure(self._begin("history_figures", tuple), timeout_s=timeout_s)
 
     def drain_trace(self, *, timeout_s: float) -> dict[int, Forwards]:
         """Each engine's forwards since the last call; without engines that have died."""
@@ -339,7 +339,7 @@ class EngineGroup:
         answers = {}
         for ref in done:
             try:
-                answers[numbers[ref]] = _answer(call, numbers[ref])
+                answers[numbers[ref]] = _answer(call, numbers[ref], self._first)
             except ProcessLostError as error:
                 self.mark_lost(numbers[ref], str(error))
             except CallError:  # perhaps vLLM's process has died, and the engine's process could say so
@@ -385,19 +385,20 @@ def _on(hosts: Sequence[str]) -> str:
     return f" on {hosts[0]}" + (" and others" if len(set(hosts)) > 1 else "")
 
 
-def _answer(call: EngineCall[Answer], number: int) -> Answer:
-    """The answer of one engine whose call has ended; errors name the engine."""
+def _answer(call: EngineCall[Answer], number: int, first: int) -> Answer:
+    """The answer of one engine whose call has ended; errors name the engine, counted from `first`."""
+    name = first + number
     try:
         answer = ray.get(call.refs[number])
     except ray.exceptions.RayError as error:
         kind = ProcessLostError if isinstance(error, ray.exceptions.RayActorError) else CallError
         raise kind(
-            f"engine {number}: {call.method} failed: {brief(error)}",
-            Place(role="engine", ranks=(number,), node=node_of(error)),
+            f"engine {name}: {call.method} failed: {brief(error)}",
+            Place(role="engine", ranks=(name,), node=node_of(error)),
         ) from error
     if not isinstance(answer, call.kind):
         raise CallError(
-            f"engine {number}: {call.method} answered with {type(answer).__name__}, not {call.kind.__name__}",
-            Place(role="engine", ranks=(number,)),
+            f"engine {name}: {call.method} answered with {type(answer).__name__}, not {call.kind.__name__}",
+            Place(role="engine", ranks=(name,)),
         )
     return answer

@@ -98,8 +98,8 @@ class HistoryClient:
         node = self._engines.node_of(engine)
         return (node,) if node else self._service.nodes
 
-    def begin_rollout(self) -> None:
-        """Reset the draft counters, so that drafts of an evaluation do not count for the step."""
+    def evaluation_ended(self) -> None:
+        """Reset the draft counters, so that drafts of an evaluation do not count for a step."""
         self._engines.reset_draft_stats()
 
     def record_rewards(self, groups: Sequence[ScoredGroup]) -> None:
@@ -117,13 +117,12 @@ class HistoryClient:
             self._service.note_rewards(step, of_step)
 
     def metrics(self) -> dict[str, float]:
-        """Draft metrics since `begin_rollout`, and metrics of the history."""
-        drafted = self._engines.draft_stats(timeout_s=ANSWER_TIMEOUT_S)
-        lost = self._engines.lost_history_calls(timeout_s=ANSWER_TIMEOUT_S)
+        """Draft metrics since the last call or evaluation, and metrics of the history."""
+        figures = self._engines.history_figures(timeout_s=ANSWER_TIMEOUT_S).values()
         report = self._service.report()
         return {
-            **sum(drafted.values(), DraftStats()).metrics(),
-            **self._state_metrics(report, sum(lost.values())),
+            **sum((drafted for drafted, _ in figures), DraftStats()).metrics(),
+            **self._state_metrics(report, sum(num_lost for _, num_lost in figures)),
             **return_metrics(report.returns),
         }
 

@@ -77,7 +77,7 @@ class EngineTimeline:
     edges_s: Floats
     """[K + 1] wall clock, rising."""
     shares: Floats
-    """[K, parts] of each moment, in the order of `PARTS`. Rows sum to 1; only moments of forwards mix two parts."""
+    """[K, parts] of each moment, in the order of `PARTS`. Rows sum to 1; only moments with forwards mix parts."""
 
     def seconds(self) -> dict[Part, float]:
         """Seconds by part; they sum to the time between the first edge and the last."""
@@ -92,7 +92,13 @@ class EngineTimeline:
 
 
 def engine_timelines(
-    forwards: Sequence[Forwards], spans: Sequence[Span], *, start_s: float, end_s: float, speed: EngineSpeed | None
+    forwards: Sequence[Forwards],
+    spans: Sequence[Span],
+    *,
+    start_s: float,
+    end_s: float,
+    speed: EngineSpeed | None,
+    cut_at_forwards: bool = True,
 ) -> list[EngineTimeline]:
     """One timeline for each engine, from `start_s` to `end_s` > `start_s`.
 
@@ -102,6 +108,8 @@ def engine_timelines(
         start_s: wall clock.
         end_s: wall clock.
         speed: None where it is not known; then all time of forwards counts as saturated.
+        cut_at_forwards: False for moments that hold many forwards and the pauses between them. The seconds are the
+            same, and hundreds of engines cost little.
 
     Raises:
         ValueError: `end_s` does not exceed `start_s`.
@@ -117,16 +125,17 @@ def engine_timelines(
     ]
     waits = {part: np.array([(a, b) for kind, a, b in shifted if kind is part]).reshape(-1, 2) for part in _PRIORITY}
     runs = [_Runs.of(of_engine, speed, origin_s=start_s) for of_engine in forwards]
-    stretches = [engine.stretches for engine in runs]
+    together = _Coverage.of(np.concatenate([np.zeros((0, 2)), *(engine.stretches for engine in runs)]))
     return [
         _timeline(
             engine,
-            others=np.concatenate([*stretches[:number], *stretches[number + 1 :], np.zeros((0, 2))]),
+            cuts=engine.forwards if cut_at_forwards else engine.stretches,
+            together=together,
             waits=waits,
             start_s=start_s,
             length_s=length_s,
         )
-        for number, engine in enumerate(runs)
+        for engine in runs
     ]
 
 
@@ -146,13 +155,29 @@ class _Runs:
 
     @classmethod
     def of(cls, forwards: Forwards, speed: EngineSpeed | None, *, origin_s: float) -> "_Runs":
-        ordered = forwards[np.argsort(forwards["started_at_s"], kind="stable")]
+        started_s = forwards["started_at_s"]
+        if (started_s[1:] >= started_s[:-1]).all():  # nearly always; a copy of all records is avoided
+            ordered = forwards
+        else:
+            ordered = forwards[np.argsort(started_s, kind="stable")]
         intervals = _intervals(ordered, origin_s=origin_s)
         return cls(
             forwards=intervals,
             saturated=np.ones(len(ordered)) if speed is None else speed.saturated_shares(ordered),
             stretches=_stretches(intervals),
         )
+
+    def worked_until(self, moments: Floats) -> Floats:
+        """Seconds of forwards before each moment, and the saturated ones of them, [len(moments), 2]."""
+        if not len(self.forwards):
+            return np.zeros((len(moments), 2))
+        seconds = np.diff(self.forwards, axis=1)[:, 0]
+        per_second = np.stack([np.ones(len(seconds)), self.saturated], axis=1)
+        before = np.concatenate([np.zeros((1, 2)), np.cumsum(per_second * seconds[:, None], axis=0)])
+        number = np.searchsorted(self.forwards[:, 0], moments, side="right") - 1  # of the last one that has begun
+        begun = np.maximum(number, 0)
+        within = np.clip(moments - self.forwards[begun, 0], 0.0, seconds[begun])
+        return np.asarray(before[begun] + per_second[begun] * within[:, None])
 
 
 def _intervals(forwards: Forwards, *, origin_s: float) -> Floats:
@@ -175,34 +200,68 @@ def _stretches(intervals: Floats) -> Floats:
     return np.stack([intervals[np.r_[0, cuts], 0], intervals[np.r_[cuts - 1, len(intervals) - 1], 1]], axis=1)
 
 
-def _timeline(
-    engine: _Runs, *, others: Floats, waits: Mapping[Part, Floats], start_s: float, length_s: float
-) -> EngineTimeline:
-    """Cut the time at every bound of an interval, and give each moment to the first part that holds.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Coverage:
+    """How many of many intervals cover a moment."""
 
-    `others` are the stretches of the other engines, [S, 2]; `waits` the intervals of each waiting part, [W, 2].
+    begins: Floats
+    """Starts of all intervals, rising."""
+    ends: Floats
+    """Ends of all intervals, rising."""
+    bounds: Floats
+    """Starts and ends at which the number of intervals becomes, or was, 0 or 1, rising."""
+
+    @classmethod
+    def of(cls, intervals: Floats) -> "_Coverage":
+        """Intervals [N, 2] in any order."""
+        begins, ends = np.sort(intervals[:, 0]), np.sort(intervals[:, 1])
+        # before each start and after each end
+        open_before = np.arange(len(begins)) - np.searchsorted(ends, begins, side="right")
+        open_after = np.searchsorted(begins, ends, side="left") - np.arange(1, len(ends) + 1)
+        bounds = np.concatenate([begins[open_before <= 1], ends[open_after <= 1]])
+        return cls(begins=begins, ends=ends, bounds=np.sort(bounds))
+
+    def count(self, at: Floats) -> npt.NDArray[np.int64]:
+        """Number of intervals at each moment, [len(at)]."""
+        begun = np.searchsorted(self.begins, at, side="right")
+        return np.asarray(begun - np.searchsorted(self.ends, at, side="right"))
+
+
+def _timeline(
+    engine: _Runs,
+    *,
+    cuts: Floats,
+    together: _Coverage,
+    waits: Mapping[Part, Floats],
+    start_s: float,
+    length_s: float,
+) -> EngineTimeline:
+    """Cut the time, and give the time of each moment without a forward to the first part that holds.
+
+    `cuts` are intervals at which the time is cut, [C, 2], at least at those of stretches; `together` the stretches of
+    all engines, this one included; `waits` the intervals of each waiting part, [W, 2].
     """
-    bounds = [engine.forwards, others, *waits.values()]
+    # whether others sample changes where the number of all stretches passes 0 or 1, or where an own stretch ends
+    bounds = [cuts.ravel(), together.bounds, *(interval.ravel() for interval in waits.values())]
     inside = np.concatenate([edges[(edges > 0) & (edges < length_s)] for edges in bounds])
     edges = np.unique(np.concatenate([[0.0, length_s], inside]))
     middles = (edges[:-1] + edges[1:]) / 2
     shares = np.zeros((len(middles), len(PARTS)))
-    number = np.searchsorted(engine.forwards[:, 0], middles, side="right") - 1
-    free = np.ones(len(middles), dtype=bool)
+    worked = np.clip(np.diff(engine.worked_until(edges), axis=0) / np.diff(edges)[:, None], 0.0, 1.0)
+    shares[:, PARTS.index(Part.SATURATED)] = np.minimum(worked[:, 1], worked[:, 0])
+    shares[:, PARTS.index(Part.UNDERFILLED)] = worked[:, 0] - np.minimum(worked[:, 1], worked[:, 0])
+    rest, free = 1 - worked[:, 0], np.ones(len(middles), dtype=bool)
 
     def give(part: Part, holds: Flags) -> None:
-        shares[holds & free, PARTS.index(part)] = 1.0
+        shares[holds & free, PARTS.index(part)] = rest[holds & free]
         free[holds] = False
 
-    running = _covered(engine.forwards, middles)
-    shares[running, PARTS.index(Part.SATURATED)] = engine.saturated[number[running]]
-    shares[running, PARTS.index(Part.UNDERFILLED)] = 1 - engine.saturated[number[running]]
-    free[running] = False
     give(Part.PUBLISH, _covered(waits[Part.PUBLISH], middles))
-    give(Part.GAP, _covered(engine.stretches, middles))
+    stretches = _Coverage.of(engine.stretches).count(middles)
+    give(Part.GAP, stretches > 0)
     give(Part.CHECKPOINT, _covered(waits[Part.CHECKPOINT], middles))
     give(Part.TRAINER_WAIT, _covered(waits[Part.TRAINER_WAIT], middles))
-    give(Part.TAIL_WAIT, _covered(others, middles))
+    give(Part.TAIL_WAIT, together.count(middles) > stretches)
     give(Part.OTHER, free.copy())
     return EngineTimeline(edges_s=edges + start_s, shares=shares)
 

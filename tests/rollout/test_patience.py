@@ -38,13 +38,3 @@ def test_time_in_which_the_waiting_process_was_stopped_does_not_count() -> None:
 def test_after_a_stop_in_the_last_look_there_is_another_one() -> None:
     clock = Clock()
     assert looks(Patience(2 * LOOK_S, clock), clock, stopped_in={1: 3600.0}) == 3
-
-
-def test_a_look_that_ends_early_counts_as_long_as_it_took() -> None:
-    clock = Clock()
-    patience = Patience(2 * LOOK_S, clock)
-    for _ in range(4):
-        assert patience.look_s(1.0) == 1.0
-        clock.now += 0.25
-        assert not patience.is_over(ended_early=True)
-    assert patience.left_s == 2 * LOOK_S - 1.0

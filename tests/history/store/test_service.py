@@ -366,6 +366,22 @@ def test_a_kept_segment_is_built_only_if_it_is_missing(two_readers, tmp_path):
     assert on_node(tmp_path, "a") == {KEYS[0]}
 
 
+def test_a_reader_whose_segments_stay_as_they_are_gets_no_call(two_readers, tmp_path):
+    service = two_readers
+    remember(service, 0)
+    service.publish_segments({"a": SegmentOrder(fresh=tuple(KEYS[:2]))})
+    until(lambda: service.report().num_built == 2)
+    num_calls = len(service._pending)
+    service.publish_segments({"a": SegmentOrder(kept=(KEYS[1], KEYS[0]))})
+    assert len(service._pending) == num_calls  # neither for "b", which still has none
+    service.publish_segments({"a": SegmentOrder(kept=(KEYS[1], KEYS[0])), "b": SegmentOrder(kept=(KEYS[2],))})
+    assert len(service._pending) == num_calls + 1
+    service.publish_segments({"a": SegmentOrder(kept=(KEYS[0],)), "b": SegmentOrder(kept=(KEYS[2],))})
+    until(lambda: on_node(tmp_path, "a") == {KEYS[0]} and on_node(tmp_path, "b") == {KEYS[2]})
+    service.publish_segments({"a": SegmentOrder(fresh=(KEYS[0],))})  # the newest responses
+    until(lambda: service.report().num_built == 4)
+
+
 def test_a_reader_that_moves_publishes_on_its_new_node_what_is_ordered_there(two_readers, tmp_path, log_lines):
     service = two_readers
     remember(service, 0)

@@ -122,6 +122,13 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["`evaluation.sets.train` would be taken for training"],
         ),
         (["trainer.optimizer.min_learning_rate=1"], ["min_learning_rate` = 1.0", "learning_rate` = 1e-06"]),
+        (
+            [
+                *("algorithm.advantage=gae", "trainer.critic.optimizer.decay_steps=2"),
+                "trainer.critic.optimizer.warmup_steps=3",
+            ],
+            ["`trainer.critic.optimizer.decay_steps` = 2", "`trainer.critic.optimizer.warmup_steps` = 3"],
+        ),
         (["trainer.parallel.tensor=3"], ["trainer.parallel.tensor = 3", "4 attention heads"]),
         (["trainer.parallel.pipeline=5"], ["pipeline = 5", "4 layers"]),
         (["engine.tensor_parallel=4"], ["`engine.tensor_parallel` = 4", "2 key/value heads"]),

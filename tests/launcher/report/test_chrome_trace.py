@@ -151,7 +151,8 @@ def test_a_part_of_a_run_is_divided_as_in_the_whole_run(run_dir: Path):
     for step in run.steps[1:]:
         whole = engine_timelines(run.forwards, run.spans, start_s=step.start_s, end_s=step.end_s, speed=run.speed)
         for found, wanted in zip(run.engines(step.start_s, step.end_s), whole, strict=True):
-            assert np.array_equal(found.edges_s, wanted.edges_s) and np.array_equal(found.shares, wanted.shares)
+            assert np.array_equal(found.edges_s, wanted.edges_s)
+            assert found.shares == pytest.approx(wanted.shares, abs=1e-6)  # seconds of a step in sums of other lengths
 
 
 def test_incomplete_and_invalid_lines_are_counted_and_the_rest_is_shown(tmp_path: Path):

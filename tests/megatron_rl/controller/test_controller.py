@@ -41,7 +41,7 @@ def history(log):
     return StandIn(
         prefetch=lambda running, upcoming: log.append(f"prefetch {upcoming}, keep {running}"),
         place=lambda homes: log.append(f"place {homes}"),
-        begin_rollout=log.call("begin rollout"),
+        evaluation_ended=log.call("evaluation ended"),
         record_rewards=lambda groups: log.append(f"record rewards of {len(groups)}"),
         metrics=lambda: {"history/bytes": 1.0},
     )
@@ -258,19 +258,18 @@ def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(ever
 def test_history_is_requested_before_the_trainer_starts_and_before_the_first_token():
     log = Log()
     controller(log, num_steps=2, evaluate_every=2, history=history(log)).run()
-    words = ("prefetch", "place", "begin rollout", "admit", "record rewards", "train begins", "evaluate ")
+    words = ("prefetch", "place", "evaluation ended", "admit", "record rewards", "train begins", "evaluate ")
     assert [entry for entry in log if entry.startswith(words)] == [
         "prefetch ['evaluation', 'train'], keep running",
         "evaluate begins",
         "evaluate 0",
         "evaluate ends",
-        "begin rollout",
+        "evaluation ended",
         "place ['running', 'plan']",
         "admit",
         "record rewards of 2",
         "prefetch ['train'], keep running",
         "train begins",
-        "begin rollout",
         "place ['running', 'plan']",
         "admit",
         "record rewards of 2",
@@ -279,6 +278,7 @@ def test_history_is_requested_before_the_trainer_starts_and_before_the_first_tok
         "evaluate begins",
         "evaluate 2",
         "evaluate ends",
+        "evaluation ended",
     ]
 
 

@@ -97,7 +97,7 @@ class Loop:
         run.history = StandIn(
             prefetch=lambda running, upcoming: None,
             place=lambda homes: self.placed.update(self._prompts(homes)),
-            begin_rollout=lambda: None,
+            evaluation_ended=lambda: None,
             record_rewards=lambda groups: None,
             metrics=dict,
         )

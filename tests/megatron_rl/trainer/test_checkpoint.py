@@ -339,19 +339,36 @@ def load_only(position, parallel, spec, path):
     Trainer(spec, position).load(str(path))
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_pinned_copies_equal_their_tensors_and_hold_no_other_bytes():
-    from megatron_rl.checkpoints.writer import PinnedBuffer, _aligned
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+            ],
+        ),
+    ],
+)
+def test_copies_equal_their_tensors_and_hold_no_other_bytes(device):
+    from megatron_rl.checkpoints.writer import HostBuffer, _aligned
 
-    buffer = PinnedBuffer()
-    for size in (3, 1000):  # the second save is larger
-        tensors = [torch.randn(size, 5, device="cuda", dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-        tensors.append(torch.empty(0, device="cuda"))
+    buffer, places = HostBuffer(), []
+    for size in (3, 1000, 10):  # the second save is larger, the third one smaller
+        tensors = [torch.randn(size, 5, device=device, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+        tensors.append(torch.empty(0, device=device))
         buffer.reserve(sum(_aligned(tensor.nbytes) for tensor in tensors))
         copies = [buffer.copy(tensor) for tensor in tensors]
-        torch.cuda.synchronize()
-        for tensor, copy in zip(tensors, copies, strict=True):
-            assert torch.equal(tensor.cpu(), copy)
+        places.append(copies[0].data_ptr())
+        originals = [tensor.cpu().clone() for tensor in tensors]
+        for tensor in tensors:
+            tensor.add_(1)  # the run goes on
+        if device == "cuda":
+            torch.cuda.synchronize()
+        for tensor, copy in zip(originals, copies, strict=True):
+            assert torch.equal(tensor, copy)
             assert copy.untyped_storage().nbytes() == tensor.nbytes
-            assert copy.is_pinned() or not tensor.numel()
+            assert copy.is_pinned() == (device == "cuda") or not tensor.numel()
+    assert places[1] == places[2], "memory is kept"

@@ -7,6 +7,7 @@ from typing import ClassVar
 import pytest
 import ray
 
+from history.drafting.stats import DraftStats
 from rollout.engine.state import EngineState, EngineStatus, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
 from rollout.patience import Patience
@@ -189,17 +190,28 @@ def test_an_engine_that_does_not_start_is_named_with_the_node_where_it_was_to_st
     assert engines.loss_reason(1) == "engine 1 (on gpu-03) hangs and was ended"
 
 
+def test_an_engine_that_replaces_another_has_the_number_of_the_other_in_messages():
+    late = EngineGroup([Engine(start=LATE)], num_ranks=1, hosts=["gpu-03"], first=7)
+    with pytest.raises(DeadlineError, match=r"engine\(s\) \[7\] on gpu-03 had not finished `start`") as error:
+        late.finish_start(late.begin_start(), timeout_s=1)
+    assert error.value.place.ranks == (7,)
+    broken = EngineGroup([Engine(start=failed("no memory"))], num_ranks=1, first=7)
+    with pytest.raises(CallError, match=r"engine 7: start failed: .*no memory") as failure:
+        broken.finish_start(broken.begin_start(), timeout_s=1)
+    assert failure.value.place.ranks == (7,)
+
+
 def test_figures_come_from_the_engines_that_live():
     """The process of engine 0 has died, vLLM's process in engine 1, and engine 2 hangs."""
     died = ray.exceptions.RayActorError()
-    core_died = {"lost_history_calls": failed("EngineDeadError"), "fault": "vLLM's process has ended"}
-    others = {0: {"lost_history_calls": died}, 1: core_died, 2: {"lost_history_calls": LATE}}
-    engines = group(4, others, lost_history_calls=7, fault="")
-    assert engines.lost_history_calls(timeout_s=1) == {3: 7}
+    core_died = {"history_figures": failed("EngineDeadError"), "fault": "vLLM's process has ended"}
+    others = {0: {"history_figures": died}, 1: core_died, 2: {"history_figures": LATE}}
+    engines = group(4, others, history_figures=(DraftStats(), 7), fault="")
+    assert engines.history_figures(timeout_s=1) == {3: (DraftStats(), 7)}
     assert engines.lost == (0, 1, 2) and engines.num_hung == 1
     assert "RayActorError" in engines.loss_reason(0) and engines.loss_reason(1) == "vLLM's process has ended"
-    with pytest.raises(CallError, match="engine 0: lost_history_calls failed"):
-        group(1, {}, lost_history_calls=failed("a defect"), fault="").lost_history_calls(timeout_s=1)
+    with pytest.raises(CallError, match="engine 0: history_figures failed"):
+        group(1, {}, history_figures=failed("a defect"), fault="").history_figures(timeout_s=1)
 
 
 def test_engines_that_require_other_parts_of_the_weights_are_named():

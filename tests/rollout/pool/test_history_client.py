@@ -29,11 +29,8 @@ from tests.support.scored_groups import scored_group, scorer_answer
 
 
 class Engines:
-    def draft_stats(self, *, timeout_s):
-        return {0: DraftStats(num_rows=10, num_emitted=20), 1: DraftStats(num_rows=10, num_emitted=40)}
-
-    def lost_history_calls(self, *, timeout_s):
-        return {0: 1, 1: 2}
+    def history_figures(self, *, timeout_s):
+        return {0: (DraftStats(num_rows=10, num_emitted=20), 1), 1: (DraftStats(num_rows=10, num_emitted=40), 2)}
 
     def node_of(self, number):
         return "aabb "[number].strip()

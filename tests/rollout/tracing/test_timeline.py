@@ -158,6 +158,34 @@ def _saturated_slowly(of_one, speed) -> float:
     return total
 
 
+@settings(max_examples=150, deadline=None)
+@given(engines=ENGINES, spans=SPANS, speed=st.sampled_from([HALF, None]))
+def test_seconds_are_the_same_without_a_cut_at_each_forward(engines, spans, speed):
+    bounds = {"start_s": ORIGIN_S, "end_s": ORIGIN_S + 10, "speed": speed}
+    found = engine_timelines(engines, spans, cut_at_forwards=False, **bounds)
+    for coarse, fine in zip(found, engine_timelines(engines, spans, **bounds), strict=True):
+        assert coarse.seconds() == pytest.approx(fine.seconds(), abs=1e-5)
+        assert len(coarse.edges_s) <= len(fine.edges_s)
+
+
+@settings(max_examples=150, deadline=None)
+@given(engines=ENGINES)
+def test_time_without_work_is_a_wait_for_the_tail_if_and_only_if_another_engine_samples(engines):
+    """The reference asks each other engine alone."""
+    alone = engine_timelines(engines, [], start_s=ORIGIN_S, end_s=ORIGIN_S + 10, speed=None)
+    moments = np.linspace(ORIGIN_S + 0.013, ORIGIN_S + 9.987, 200)
+
+    def samples(number):
+        (one,) = engine_timelines([engines[number]], [], start_s=ORIGIN_S, end_s=ORIGIN_S + 10, speed=None)
+        return one.shares[np.searchsorted(one.edges_s, moments) - 1][:, PARTS.index(Part.OTHER)] < 0.5
+
+    working = [samples(number) for number in range(len(engines))]
+    for number, one in enumerate(alone):
+        others = np.any([of for other, of in enumerate(working) if other != number] or [moments < 0], axis=0)
+        waits = one.shares[np.searchsorted(one.edges_s, moments) - 1][:, PARTS.index(Part.TAIL_WAIT)] > 0.5
+        assert np.array_equal(waits, others & ~working[number])
+
+
 @settings(max_examples=50, deadline=None)
 @given(engines=ENGINES, spans=SPANS)
 def test_a_binned_timeline_has_the_same_seconds(engines, spans):
