@@ -14,6 +14,8 @@ SAVES = View(
         "Two data-parallel ranks with the distributed optimizer hold a quarter of a billion random weights in few "
         "large matrices. Files are synchronised to the disk.",
         "In the background the run waits while the state is copied, and for the collectives at both ends.",
+        "On a CPU, Megatron itself clones tensors that are parts of a larger storage, into fresh memory. It does so in "
+        "the foreground too, and not for tensors on a device.",
     ),
     tables=(
         Table(
