@@ -378,7 +378,8 @@ def test_a_reader_whose_segments_stay_as_they_are_gets_no_call(two_readers, tmp_
     assert len(service._pending) == num_calls + 1
     service.publish_segments({"a": SegmentOrder(kept=(KEYS[0],)), "b": SegmentOrder(kept=(KEYS[2],))})
     until(lambda: on_node(tmp_path, "a") == {KEYS[0]} and on_node(tmp_path, "b") == {KEYS[2]})
-    service.publish_segments({"a": SegmentOrder(fresh=(KEYS[0],))})  # the newest responses
+    remember(service, 1)
+    service.publish_segments({"a": SegmentOrder(fresh=(KEYS[0],))})  # the same prompt with its newest responses
     until(lambda: service.report().num_built == 4)
 
 
