@@ -61,7 +61,8 @@ class StepTimeline:
             self._forwards, self._spans, start_s=start_s, end_s=end_s, speed=self.speed, cut_at_forwards=False
         )
         self._spans = [span for span in self._spans if span.end_s > end_s]
-        self._forwards = [forwards[_first_of_next(forwards, end_s) :] for forwards in self._forwards]
+        # copies, so that the memory of the step's other forwards is given back
+        self._forwards = [forwards[_first_of_next(forwards, end_s) :].copy() for forwards in self._forwards]
         return timeline_metrics(engines, self.speed) | before
 
 
