@@ -128,7 +128,7 @@ class Fleet:
             restarter=SimpleNamespace(num_restarts=0, num_serving=0, num_lost_nodes=0, restart_lost=lambda **_: 0),
             history=meter.wrap(
                 self.history,
-                dict.fromkeys(("prefetch", "place", "evaluation_ended", "record_rewards", "metrics"), "history"),
+                dict.fromkeys(("prefetch", "place", "discard_drafts", "record_rewards", "metrics"), "history"),
             ),
         )
 

@@ -30,7 +30,8 @@ from megatron_rl.trainer.messages import TrainerSpec
 from rollout.config import RewardConfig
 from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
-from rollout.pool.engine_group import EngineCall, EngineGroup
+from rollout.pool.engine_call import EngineCall
+from rollout.pool.engine_group import EngineGroup
 from rollout.processes import NODE, OVERRIDABLE, ProcessEnv, ProcessId, on_devices
 from rollout.remote_kill import kill_on_nodes
 from rollout.transports.shm_files import sweep

@@ -17,7 +17,6 @@ from launcher.commands.prompts import load_evaluation_prompts
 from launcher.config.schema import EvalConfig, RunConfig
 from launcher.endings.conclusion import logs_beside
 from launcher.errors import judging_user_input
-from launcher.run_dir.atomic_files import replace_text
 from launcher.run_dir.console import RunProgress
 from rollout.engine.spec import EngineSpec
 from rollout.evaluation import EvaluationRow
@@ -148,4 +147,4 @@ def evaluate(config: EvalConfig, nodes: Sequence[NodeResources]) -> None:
     if config.output:
         path = Path(config.output)
         path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, json.dumps([row.as_row() for row in rows], indent=1) + "\n")
+        path.write_text(json.dumps([row.as_row() for row in rows], indent=1) + "\n", encoding="utf-8")

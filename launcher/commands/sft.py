@@ -9,7 +9,6 @@ from pathlib import Path
 
 import ray
 
-from history.own_files import opener
 from launcher.checks.check import CheckedSft
 from launcher.checks.paths import WARM_START_MARKER
 from launcher.cluster.processes import Processes, processes
@@ -100,13 +99,13 @@ class _Log:
         self._path = Path(config.log_path) if config.log_path else None
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(self._path, "")
+            self._path.write_text("")
 
     def step(self, step: int, metrics: dict[str, float], *, tokens: int, skipped: int) -> None:
         """Record a finished step."""
         self._tokens += tokens
         if self._path is not None:
-            with open(self._path, "a", encoding="utf-8", opener=opener) as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **metrics, "actor/skipped_updates": skipped}) + "\n")
         self._progress.phase("warm start", step + 1, self._config.num_steps)
         if (step + 1) % self._config.log_every == 0 or step + 1 == self._config.num_steps:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from launcher.estimate.host_memory import history_items, reference_copies
+from launcher.estimate.host_memory import checkpoint_copies, history_items, reference_copies
 from launcher.estimate.loads import NodeLoad
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.tables import MemoryTable
@@ -27,6 +27,7 @@ def cpu_table(run: PlannedRun, load: NodeLoad, *, count: int, available_bytes: i
     items = (
         *_times(trainer, load.num_trainers, "trainer"),
         *reference_copies(run, load, pinned=False),
+        *checkpoint_copies(run, load),
         _item("trainer processes", load.num_trainers * TRAINER_PROCESS_BYTES, "trainer.parallel.data"),
         *_times(engine, load.num_engine_ranks, "engine"),
         _item("engine processes", engine_processes, "engine.num_engines"),

@@ -57,7 +57,7 @@ def host_table(run: PlannedRun, load: NodeLoad, *, count: int, available_bytes: 
         *history_items(run, load),
         *_pinned(run, load),
         *reference_copies(run, load, pinned=True),
-        *_checkpoint(run, load),
+        *checkpoint_copies(run, load),
         *host_baselines(run, load),
     ]
     phases = {}
@@ -197,7 +197,7 @@ def _power_of_two(num_bytes: int) -> int:
     return 1 << (num_bytes - 1).bit_length()
 
 
-def _checkpoint(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
+def checkpoint_copies(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
     """Each replica of a parameter is written by one data-parallel rank, so ranks copy equal parts.
 
     Experts have fewer replicas; the parts of all parameters are estimated with theirs.

@@ -7,6 +7,7 @@ from the start of that step.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import numpy as np
 
@@ -40,10 +41,7 @@ class StepTimeline:
     def add_forwards(self, forwards: Sequence[Forwards]) -> None:
         """Add the forwards of each engine since the last call."""
         self._forwards = [np.concatenate(pair) for pair in zip(self._forwards, forwards, strict=True)]
-        every = max(1, -(-sum(map(len, forwards)) // FITTED_PER_STEP))
-        # an engine's own share, without a copy of all forwards of hundreds of engines
-        thinned = [of_engine[number % every :: every] for number, of_engine in enumerate(forwards)]
-        self._evidence = np.concatenate([self._evidence, *thinned])[-MAX_FITTED:]
+        self._evidence = np.concatenate([self._evidence, *_thinned(forwards)])[-MAX_FITTED:]
 
     def close(self, end_s: float, step_s: float) -> dict[str, float]:
         """Metrics of the step that ends at `end_s`; `step_s` is its duration without evaluation and checkpoint.
@@ -64,6 +62,14 @@ class StepTimeline:
         # copies, so that the memory of the step's other forwards is given back
         self._forwards = [forwards[_first_of_next(forwards, end_s) :].copy() for forwards in self._forwards]
         return timeline_metrics(engines, self.speed) | before
+
+
+def _thinned(forwards: Sequence[Forwards]) -> list[Forwards]:
+    """At most `FITTED_PER_STEP` forwards, evenly spaced over those of all engines in turn, which are not copied."""
+    lengths = [len(of_engine) for of_engine in forwards]
+    every = max(1, -(-sum(lengths) // FITTED_PER_STEP))
+    begins = accumulate(lengths, initial=0)
+    return [of_engine[-begin % every :: every] for of_engine, begin in zip(forwards, begins, strict=False)]
 
 
 def _before_step(spans: Sequence[Span]) -> dict[str, float]:

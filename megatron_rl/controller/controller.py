@@ -138,6 +138,8 @@ class Controller:
         self._publish(self.first_step)
         if self.first_step == 0:
             self._evaluate(0)
+        elif self.history is not None:
+            self.history.discard_drafts()  # those of an attempt that a lost trainer ended
         for step in range(self.first_step, self.settings.num_steps):
             if self.stop_requested():
                 self._stop(step)
@@ -311,7 +313,7 @@ class Controller:
             rows = self.evaluator.evaluate(self.pool, finished_steps, progress=self._progress("evaluate"))
         self.recorder.on_evaluation(rows)
         if self.history is not None:
-            self.history.evaluation_ended()
+            self.history.discard_drafts()
 
     def _progress(self, phase: str) -> "_PhaseProgress":
         stop = self.stop_requested if phase == "rollout" else None

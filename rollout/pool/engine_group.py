@@ -8,17 +8,16 @@ its number (`replace`).
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from types import NoneType
-from typing import Generic, Literal, TypeVar
+from typing import Literal
 
 import numpy as np
 import ray
 
 from history.drafting.stats import DraftStats
 from rollout.engine.state import EngineProof, EngineState, UpdateTimes
-from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of
-from rollout.patience import Patience
+from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief
+from rollout.pool.engine_call import Answer, EngineCall, answer_of, on_machines, wait_for_all
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.tracing.forwards import Forwards
@@ -29,18 +28,6 @@ from rollout.weights.fingerprint_sums import Fingerprint, Lenience
 from rollout.weights.manifest import Required, WeightManifest
 
 _log = logging.getLogger(__name__)
-
-Answer = TypeVar("Answer")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineCall(Generic[Answer]):
-    """A running call to some engines; `EngineGroup.wait` returns the answers."""
-
-    method: str
-    kind: type[Answer]
-    refs: Mapping[int, ray.ObjectRef]
-    """By engine number."""
 
 
 class EngineGroup:
@@ -135,17 +122,17 @@ class EngineGroup:
         process = self._processes.get(number)
         host = self.host_of(number)
         at = f" ({process})" if process is not None else f" (on {host})" if host else ""
-        reason = f"engine {number}{at} {why} and was ended"
+        reason = f"engine {self._first + number}{at} {why} and was ended"
         _log.warning(reason)
         self.mark_lost(number, reason)
         if process is not None and (folders := kill_on_nodes([process], stacks=True)):
-            _log.warning("the stacks of engine %d are in %s", number, ", ".join(folders))
+            _log.warning("the stacks of engine %d are in %s", self._first + number, ", ".join(folders))
         ray.kill(self._actors[number], no_restart=True)
 
     def end_silent(self, *, timeout_s: float) -> None:
         """End every engine of which a rank does not answer in time. Call it while engines do not sample."""
         asking = {self._actors[number].ping.remote(): number for number in self.alive}
-        _, silent = _wait_for_all(list(asking), timeout_s=timeout_s)
+        _, silent = wait_for_all(list(asking), timeout_s=timeout_s)
         for ref in silent:
             self.end_hung(asking[ref], f"did not answer for {timeout_s:.0f} s")
 
@@ -155,7 +142,7 @@ class EngineGroup:
         An engine that does not answer in time keeps its state; the next call waits for it and names it if it is late.
         """
         asking = {self._actors[number].fault.remote(): number for number in self.alive}
-        done, _ = _wait_for_all(list(asking), timeout_s=timeout_s)
+        done, _ = wait_for_all(list(asking), timeout_s=timeout_s)
         for ref in done:
             try:
                 fault: str = ray.get(ref)
@@ -175,14 +162,14 @@ class EngineGroup:
         numbers = {ref: number for number, ref in call.refs.items()}
         if not numbers:
             return {}
-        done, late = _wait_for_all(list(numbers), timeout_s=timeout_s, fetch_local=False)
-        answers = {numbers[ref]: _answer(call, numbers[ref], self._first) for ref in done}
+        done, late = wait_for_all(list(numbers), timeout_s=timeout_s, fetch_local=False)
+        answers = {numbers[ref]: answer_of(call, numbers[ref], first=self._first) for ref in done}
         if late:
             hosts = [host for number in sorted(numbers[ref] for ref in late) if (host := self.host_of(number))]
             late_engines = sorted(self._first + numbers[ref] for ref in late)
             raise DeadlineError(
-                f"engine(s) {late_engines}{_on(hosts)} had not finished `{call.method}` after {timeout_s:.0f} s; the "
-                "controller waited for them",
+                f"engine(s) {late_engines}{on_machines(hosts)} had not finished `{call.method}` after {timeout_s:.0f} "
+                "s; the controller waited for them",
                 Place(role="engine", ranks=tuple(late_engines), node=hosts[0] if hosts else ""),
             )
         return dict(sorted(answers.items()))
@@ -335,11 +322,11 @@ class EngineGroup:
     def _measure(self, call: EngineCall[Answer], *, timeout_s: float) -> dict[int, Answer]:
         """Answers of engines that live: a figure is no reason to end a run. Engines that have died become lost."""
         numbers = {ref: number for number, ref in call.refs.items()}
-        done, late = _wait_for_all(list(numbers), timeout_s=timeout_s)
+        done, late = wait_for_all(list(numbers), timeout_s=timeout_s)
         answers = {}
         for ref in done:
             try:
-                answers[numbers[ref]] = _answer(call, numbers[ref], self._first)
+                answers[numbers[ref]] = answer_of(call, numbers[ref], first=self._first)
             except ProcessLostError as error:
                 self.mark_lost(numbers[ref], str(error))
             except CallError:  # perhaps vLLM's process has died, and the engine's process could say so
@@ -356,49 +343,10 @@ class EngineGroup:
             self.wait(self._begin(method, NoneType, *args), timeout_s=timeout_s)
         except DeadlineError as error:
             for number in error.place.ranks:
-                self.end_hung(number, f"had not finished `{method}` after {timeout_s:.0f} s")
+                self.end_hung(number - self._first, f"had not finished `{method}` after {timeout_s:.0f} s")
         except RuntimeError:
             before = self.lost
             self.check_alive(timeout_s=timeout_s)
             if self.lost == before:
                 raise
             self._call_living(method, *args, timeout_s=timeout_s)
-
-
-def _wait_for_all(
-    refs: list[ray.ObjectRef], *, timeout_s: float, fetch_local: bool = True
-) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
-    """Calls that have ended, and late ones."""
-    done: list[ray.ObjectRef] = []
-    late, patience = refs, Patience(timeout_s)
-    while late:
-        done, late = ray.wait(refs, num_returns=len(refs), timeout=patience.look_s(), fetch_local=fetch_local)
-        if patience.is_over():
-            break
-    return done, late
-
-
-def _on(hosts: Sequence[str]) -> str:
-    """Machines in a message; empty if none is known."""
-    if not hosts:
-        return ""
-    return f" on {hosts[0]}" + (" and others" if len(set(hosts)) > 1 else "")
-
-
-def _answer(call: EngineCall[Answer], number: int, first: int) -> Answer:
-    """The answer of one engine whose call has ended; errors name the engine, counted from `first`."""
-    name = first + number
-    try:
-        answer = ray.get(call.refs[number])
-    except ray.exceptions.RayError as error:
-        kind = ProcessLostError if isinstance(error, ray.exceptions.RayActorError) else CallError
-        raise kind(
-            f"engine {name}: {call.method} failed: {brief(error)}",
-            Place(role="engine", ranks=(name,), node=node_of(error)),
-        ) from error
-    if not isinstance(answer, call.kind):
-        raise CallError(
-            f"engine {name}: {call.method} answered with {type(answer).__name__}, not {call.kind.__name__}",
-            Place(role="engine", ranks=(name,)),
-        )
-    return answer

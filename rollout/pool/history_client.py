@@ -98,7 +98,7 @@ class HistoryClient:
         node = self._engines.node_of(engine)
         return (node,) if node else self._service.nodes
 
-    def evaluation_ended(self) -> None:
+    def discard_drafts(self) -> None:
         """Reset the draft counters, so that drafts of an evaluation do not count for a step."""
         self._engines.reset_draft_stats()
 
@@ -117,7 +117,7 @@ class HistoryClient:
             self._service.note_rewards(step, of_step)
 
     def metrics(self) -> dict[str, float]:
-        """Draft metrics since the last call or evaluation, and metrics of the history."""
+        """Draft metrics since the last call or `discard_drafts`, and metrics of the history."""
         figures = self._engines.history_figures(timeout_s=ANSWER_TIMEOUT_S).values()
         report = self._service.report()
         return {

@@ -123,7 +123,10 @@ def engine_timelines(
         for span in spans
         if (part := _WAITS.get((span.actor, span.activity))) is not None and span.end_s > span.start_s
     ]
-    waits = {part: np.array([(a, b) for kind, a, b in shifted if kind is part]).reshape(-1, 2) for part in _PRIORITY}
+    waits = {
+        part: _Coverage.of(np.array([(a, b) for kind, a, b in shifted if kind is part]).reshape(-1, 2))
+        for part in _PRIORITY
+    }
     runs = [_Runs.of(of_engine, speed, origin_s=start_s) for of_engine in forwards]
     together = _Coverage.of(np.concatenate([np.zeros((0, 2)), *(engine.stretches for engine in runs)]))
     return [
@@ -232,17 +235,17 @@ def _timeline(
     *,
     cuts: Floats,
     together: _Coverage,
-    waits: Mapping[Part, Floats],
+    waits: Mapping[Part, _Coverage],
     start_s: float,
     length_s: float,
 ) -> EngineTimeline:
     """Cut the time, and give the time of each moment without a forward to the first part that holds.
 
     `cuts` are intervals at which the time is cut, [C, 2], at least at those of stretches; `together` the stretches of
-    all engines, this one included; `waits` the intervals of each waiting part, [W, 2].
+    all engines, this one included; `waits` the intervals of each waiting part.
     """
     # whether others sample changes where the number of all stretches passes 0 or 1, or where an own stretch ends
-    bounds = [cuts.ravel(), together.bounds, *(interval.ravel() for interval in waits.values())]
+    bounds = [cuts.ravel(), together.bounds, *(wait.bounds for wait in waits.values())]
     inside = np.concatenate([edges[(edges > 0) & (edges < length_s)] for edges in bounds])
     edges = np.unique(np.concatenate([[0.0, length_s], inside]))
     middles = (edges[:-1] + edges[1:]) / 2
@@ -256,21 +259,14 @@ def _timeline(
         shares[holds & free, PARTS.index(part)] = rest[holds & free]
         free[holds] = False
 
-    give(Part.PUBLISH, _covered(waits[Part.PUBLISH], middles))
+    give(Part.PUBLISH, waits[Part.PUBLISH].count(middles) > 0)
     stretches = _Coverage.of(engine.stretches).count(middles)
     give(Part.GAP, stretches > 0)
-    give(Part.CHECKPOINT, _covered(waits[Part.CHECKPOINT], middles))
-    give(Part.TRAINER_WAIT, _covered(waits[Part.TRAINER_WAIT], middles))
+    give(Part.CHECKPOINT, waits[Part.CHECKPOINT].count(middles) > 0)
+    give(Part.TRAINER_WAIT, waits[Part.TRAINER_WAIT].count(middles) > 0)
     give(Part.TAIL_WAIT, together.count(middles) > stretches)
     give(Part.OTHER, free.copy())
     return EngineTimeline(edges_s=edges + start_s, shares=shares)
-
-
-def _covered(intervals: Floats, at: Floats) -> Flags:
-    """Whether any interval covers each moment, [len(at)]."""
-    begun = np.searchsorted(np.sort(intervals[:, 0]), at, side="right")
-    ended = np.searchsorted(np.sort(intervals[:, 1]), at, side="right")
-    return np.asarray(begun > ended)
 
 
 def timeline_metrics(engines: Sequence[EngineTimeline], speed: EngineSpeed | None) -> dict[str, float]:

@@ -188,8 +188,11 @@ def test_a_save_in_the_background_copies_every_byte_of_a_checkpoint_once(tmp_pat
         assert all(phase["checkpoint copies"] == copies for phase in host.values())
         # apart from the padding of the vocabulary and of buffers
         assert copies == pytest.approx(14 * num_parameters(spec), rel=0.05)
-        waiting = plan_of(spec, two, trainer=trainer, checkpoint={"background": False})
-        assert not any("checkpoint copies" in phase for table in waiting.tables for phase in phases(table).values())
+        on_cpus = next(table for table in plan_of(spec, CPU, trainer=trainer).tables if table.kind == "host")
+        assert phases(on_cpus)["all phases"]["checkpoint copies"] == copies
+        for node in (two, CPU):
+            waiting = plan_of(spec, node, trainer=trainer, checkpoint={"background": False})
+            assert not any("checkpoint copies" in phase for table in waiting.tables for phase in phases(table).values())
 
 
 def test_a_publish_needs_a_staged_copy_or_two_buckets_and_deltas_need_baselines(tmp_path: Path) -> None:

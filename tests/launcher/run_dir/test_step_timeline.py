@@ -52,6 +52,18 @@ def test_the_bubble_is_reported_only_with_enough_forwards_and_memory_stays_bound
     assert len(timeline._forwards[0]) <= 2 and timeline._spans == []
 
 
+def test_evidence_of_many_engines_is_spread_evenly_over_all_their_forwards():
+    """Each engine is full at its begin and empty at its end; the reference thins one array of all forwards."""
+    engines = [np.zeros(length, dtype=FORWARD) for length in (0, 7, 2 * FITTED_PER_STEP, 1, 3 * FITTED_PER_STEP + 5)]
+    for number, forwards in enumerate(engines):
+        forwards["num_context_tokens"] = 100_000 * number + np.arange(len(forwards))
+    timeline = StepTimeline(len(engines))
+    timeline.add_forwards(engines)
+    together = np.concatenate(engines)
+    wanted = together[:: -(-len(together) // FITTED_PER_STEP)]
+    assert np.array_equal(timeline._evidence, wanted) and len(wanted) <= FITTED_PER_STEP
+
+
 def test_a_clock_that_was_set_back_only_loses_the_metrics_of_a_step():
     timeline = StepTimeline(1)
     timeline.add_forwards([none()])

@@ -41,7 +41,7 @@ def history(log):
     return StandIn(
         prefetch=lambda running, upcoming: log.append(f"prefetch {upcoming}, keep {running}"),
         place=lambda homes: log.append(f"place {homes}"),
-        evaluation_ended=log.call("evaluation ended"),
+        discard_drafts=log.call("discard drafts"),
         record_rewards=lambda groups: log.append(f"record rewards of {len(groups)}"),
         metrics=lambda: {"history/bytes": 1.0},
     )
@@ -258,13 +258,13 @@ def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(ever
 def test_history_is_requested_before_the_trainer_starts_and_before_the_first_token():
     log = Log()
     controller(log, num_steps=2, evaluate_every=2, history=history(log)).run()
-    words = ("prefetch", "place", "evaluation ended", "admit", "record rewards", "train begins", "evaluate ")
+    words = ("prefetch", "place", "discard drafts", "admit", "record rewards", "train begins", "evaluate ")
     assert [entry for entry in log if entry.startswith(words)] == [
         "prefetch ['evaluation', 'train'], keep running",
         "evaluate begins",
         "evaluate 0",
         "evaluate ends",
-        "evaluation ended",
+        "discard drafts",
         "place ['running', 'plan']",
         "admit",
         "record rewards of 2",
@@ -278,8 +278,15 @@ def test_history_is_requested_before_the_trainer_starts_and_before_the_first_tok
         "evaluate begins",
         "evaluate 2",
         "evaluate ends",
-        "evaluation ended",
+        "discard drafts",
     ]
+
+
+def test_drafts_of_an_attempt_that_a_lost_trainer_ended_count_for_no_step():
+    log = Log()
+    controller(log, num_steps=4, first_step=3, history=history(log)).run()
+    entries = [entry for entry in log if entry.startswith(("publish 3", "discard drafts", "admit"))]
+    assert entries[:3] == ["publish 3", "discard drafts", "admit"]
 
 
 def stopping(log, *, answers, **settings):

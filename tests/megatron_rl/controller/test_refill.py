@@ -97,7 +97,7 @@ class Loop:
         run.history = StandIn(
             prefetch=lambda running, upcoming: None,
             place=lambda homes: self.placed.update(self._prompts(homes)),
-            evaluation_ended=lambda: None,
+            discard_drafts=lambda: None,
             record_rewards=lambda groups: None,
             metrics=dict,
         )

@@ -11,7 +11,7 @@ from history.drafting.stats import DraftStats
 from rollout.engine.state import EngineState, EngineStatus, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
 from rollout.patience import Patience
-from rollout.pool import engine_group
+from rollout.pool import engine_call, engine_group
 from rollout.pool.engine_group import EngineGroup
 from rollout.processes import ProcessId
 from rollout.types import WeightVersion
@@ -72,7 +72,8 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def _ray(monkeypatch):
-    monkeypatch.setattr(engine_group, "ray", Ray)
+    for module in (engine_call, engine_group):
+        monkeypatch.setattr(module, "ray", Ray)
     Ray.killed, Ray.stored = [], []
 
 
@@ -156,7 +157,7 @@ def test_an_engine_that_answers_while_the_controller_is_stopped_is_not_late(monk
         return (refs, []) if len(looks) == 3 else ([], refs)
 
     monkeypatch.setattr(Ray, "wait", staticmethod(wait))
-    monkeypatch.setattr(engine_group, "Patience", partial(Patience, clock=lambda: now[0]))
+    monkeypatch.setattr(engine_call, "Patience", partial(Patience, clock=lambda: now[0]))
     group(1, {}, drain=None).drain(timeout_s=8)
     assert looks == [5.0, 3.0, 5.0]
 
@@ -199,6 +200,9 @@ def test_an_engine_that_replaces_another_has_the_number_of_the_other_in_messages
     with pytest.raises(CallError, match=r"engine 7: start failed: .*no memory") as failure:
         broken.finish_start(broken.begin_start(), timeout_s=1)
     assert failure.value.place.ranks == (7,)
+    hung = EngineGroup([Engine(hold=LATE)], num_ranks=1, first=7)
+    hung.hold(timeout_s=1)
+    assert hung.lost == (0,) and hung.loss_reason(0).startswith("engine 7 had not finished `hold`")
 
 
 def test_figures_come_from_the_engines_that_live():
