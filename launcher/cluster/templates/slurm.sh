@@ -90,6 +90,7 @@ request_stop() {
 }
 trap request_stop USR1
 trap 'say "was terminated"; touch "$job_dir/over"' TERM
+trap 'touch "$job_dir/over"' EXIT # also where a check refuses the nodes: the parts in the background end
 
 phase "node checks"
 say "checks $SLURM_JOB_NUM_NODES node(s): $SLURM_JOB_NODELIST"

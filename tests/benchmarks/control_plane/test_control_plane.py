@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.control_plane import __main__ as benchmark
 from benchmarks.control_plane.meter import ALL, Meter
+from benchmarks.harness.record import Row
 
 
 class Busy:
@@ -42,6 +43,14 @@ def test_stored_bytes_are_those_of_each_step() -> None:
     meter.end_step()
     meter.end_step()
     assert meter.stored_bytes == [50, 250]
+
+
+@pytest.mark.parametrize(("scales", "growth"), [([512], []), ([8, 64, 512], [1 / 3]), ([512, 64], [1 / 3])])
+def test_growth_is_told_from_the_second_largest_scale_if_any(scales: list[int], growth: list[float]) -> None:
+    rows: list[Row] = [{"scale": scale, "part": ALL, "cpu_s": 3 * (scale / 512) ** (1 / 3)} for scale in scales]
+    share, *others = benchmark._goals(rows, scales)
+    assert share.value == pytest.approx(0.01) and "at 512" in share.name
+    assert [goal.value for goal in others] == pytest.approx(growth)
 
 
 @pytest.mark.slow

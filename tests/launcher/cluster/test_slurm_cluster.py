@@ -277,6 +277,29 @@ def test_a_spare_node_replaces_one_with_trainer_ranks_and_metrics_stay_those_of_
 
 
 @pytest.mark.faults
+def test_engines_of_a_lost_node_move_to_a_spare_node(cluster: SlurmCluster, work: Path) -> None:
+    """The only node with engines dies in a rollout; the trainer's goes on."""
+    run_dir = work / "moved"
+    apart = ["placement.mode=disaggregated", "trainer.parallel.data=1", "num_steps=3", "run_dir=moved"]
+    job, log = submit(cluster, work, *apart, "engine.num_engines=1", "cluster.slurm.spares=1")
+    wait_until(lambda: at(run_dir, 1, "rollout"), log, every_s=0.01)
+    before = read_places(run_dir)
+    cluster.kill("node2")
+    output = wait_for_end(cluster, job, log)
+    cluster.boot("node2")
+    resume(cluster, "node2", log)
+    assert before == Places(engines=("node2",), trainers=("node1", "node1"))
+    assert read_places(run_dir) == Places(engines=("node3",), trainers=("node1", "node1")), output
+    assert "lost node2: node3 replaces it" in output
+    assert "requeued" not in output and output.rstrip().endswith("the run is done")
+    rows = read_rows(run_dir / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [0, 1, 2] and {row["batch/groups"] for row in rows} == {4}
+    assert [row["trainer/restarts"] for row in rows] == [0, 0, 0]
+    assert [row["cluster/lost_nodes"] for row in rows] == [0, 1, 1]
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+
+
+@pytest.mark.faults
 def test_without_a_spare_node_the_trainer_takes_one_of_the_engines(cluster: SlurmCluster, work: Path) -> None:
     run_dir = work / "given"
     apart = ["placement.mode=disaggregated", "cluster.slurm.nodes=4", "num_steps=3", "run_dir=given"]
@@ -361,6 +384,7 @@ def test_a_node_without_the_data_is_refused_by_name(cluster: SlurmCluster, work:
     assert "left out: node2: cannot read data/train.jsonl" in output
     assert "1 of 2 nodes are healthy" in output
     assert not (work / "unmounted" / "metrics.jsonl").exists()
+    wait_until(lambda: left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING), log)
 
 
 class Loss(NamedTuple):
@@ -374,15 +398,25 @@ class Loss(NamedTuple):
 
     @property
     def next_start(self) -> tuple[int, ...]:
-        """Steps with which the next start may begin: a checkpoint that was under way counts if it was whole."""
-        return (self.step - 1, self.step) if self.phase == "checkpoint" else (self.step,)
+        """Steps with which the next start may begin: a checkpoint that was under way counts if it was whole.
+
+        The evaluation after the last step comes before its checkpoint.
+        """
+        return (self.step - 1, self.step) if self.phase in ("checkpoint", "evaluate") else (self.step,)
 
 
 EACH_PHASE = (
-    *(Loss(0, "publish", "node2"), Loss(1, "rollout", "node2"), Loss(2, "train", "node1"), Loss(3, "publish", "node2")),
+    *(Loss(0, "publish", "node2"), Loss(0, "evaluate", "node1"), Loss(1, "rollout", "node2")),
+    *(Loss(2, "train", "node1"), Loss(2, "start", "node2"), Loss(3, "publish", "node2")),
     *(Loss(4, "checkpoint", "node1"), Loss(4, "rollout", "node2", "is cut off")),
+    Loss(4, "start", "node2", "is cut off"),
     *(Loss(5, "train", "node2", "is cut off"), Loss(6, "publish", "node2", "is cut off")),
-    Loss(7, "checkpoint", "node2"),
+    *(Loss(7, "evaluate", "node2", "is cut off"), Loss(7, "checkpoint", "node2")),
+)
+"""The last checkpoint is the end of the run. A job is given up after three starts without a new step."""
+EVALUATED = (
+    "evaluation.sets={held_out: {path: data/held_out.jsonl, max_response_tokens: 48}}",
+    "evaluation.bf16_before_after=false",
 )
 
 
@@ -392,7 +426,7 @@ def test_each_lost_node_costs_a_requeue_and_no_saved_step(cluster: SlurmCluster,
     num_steps = EACH_PHASE[-1].step
     run_dir, here = work / "losses", "cluster.slurm.extra=['--nodelist=node1,node2']"
     saved = "checkpoint.background=false"  # each step begins with the checkpoint of the step before
-    job, log = submit(cluster, work, "run_dir=losses", *ALIKE, f"num_steps={num_steps}", here, saved)
+    job, log = submit(cluster, work, "run_dir=losses", *ALIKE, *EVALUATED, f"num_steps={num_steps}", here, saved)
     for number, (step, phase, node, fault) in enumerate(EACH_PHASE):
         wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
         (cluster.kill if fault == "dies" else cluster.cut)(node)
