@@ -46,10 +46,11 @@ remove_containers() {
 
 # Runs on the other nodes. SLURM keeps a job of several nodes when one of them dies (--no-kill). If that is the node of this
 # script, nobody would end the job: another node requeues it, once SLURM has taken the silent node out of the job.
+# SLURM ends the watch with the job. A run that is over is watched too: without its network this script cannot end the job.
 # shellcheck disable=SC2317  # called by srun
 watch_batch_node() {
   local seen="" now silent_s=0 nodes
-  while [ ! -e "$job_dir/over" ]; do
+  while true; do
     sleep 10
     now=$(cat "$job_dir/alive" 2>/dev/null)
     silent_s=$((silent_s + 10))
@@ -111,7 +112,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     while [ ! -e "$job_dir/over" ]; do
       srun --overlap --no-kill --cpu-bind=none --nodes=$((SLURM_JOB_NUM_NODES - 1)) \
         --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --ntasks-per-node=1 \
-        --nodelist="$others" bash -c watch_batch_node || sleep 10
+        --nodelist="$others" bash -c watch_batch_node || [ -e "$job_dir/over" ] || sleep 10
     done
   ) > /dev/null 2>&1 &
 fi

@@ -427,15 +427,8 @@ def test_each_lost_node_costs_a_requeue_and_no_saved_step(cluster: SlurmCluster,
     run_dir, here = work / "losses", "cluster.slurm.extra=['--nodelist=node1,node2']"
     saved = "checkpoint.background=false"  # each step begins with the checkpoint of the step before
     job, log = submit(cluster, work, "run_dir=losses", *ALIKE, *EVALUATED, f"num_steps={num_steps}", here, saved)
-    for number, (step, phase, node, fault) in enumerate(EACH_PHASE):
-        wait_until(lambda step=step, phase=phase: at(run_dir, step, phase), log, every_s=0.01)
-        (cluster.kill if fault == "dies" else cluster.cut)(node)
-        if number:  # as a health check of the cluster would; SLURM's own takes a minute and is waited for once
-            cluster.login("scontrol", "update", f"nodename={node}", "state=down", "reason=fault")
-        wait_until(lambda: state(cluster, job) == "PENDING", log)
-        (cluster.boot if fault == "dies" else cluster.mend)(node)
-        resume(cluster, node, log)
-        restart(cluster, job, log)
+    for number, loss in enumerate(EACH_PHASE):  # SLURM's own health check takes a minute and is waited for once
+        lose(cluster, job, log, run_dir, loss, told=number > 0)
     output = wait_for_end(cluster, job, log)
     assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == list(range(num_steps)), output
     assert repeatable(run_dir)[:3] == repeatable(undisturbed)
@@ -444,6 +437,36 @@ def test_each_lost_node_costs_a_requeue_and_no_saved_step(cluster: SlurmCluster,
     assert all(start in each.next_start for start, each in zip(starts[1:], EACH_PHASE, strict=True)), starts
     assert output.count("finished step(s) are repeated") == len(EACH_PHASE)
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+
+
+@pytest.mark.faults
+def test_a_first_node_that_is_cut_off_ends_its_run_and_another_node_requeues_the_job(
+    cluster: SlurmCluster, work: Path
+) -> None:
+    """The controller and the batch script go on without a network, and reach the files."""
+    run_dir, here = work / "alone", "cluster.slurm.extra=['--nodelist=node1,node2']"
+    saved = "checkpoint.background=false"
+    job, log = submit(cluster, work, "run_dir=alone", *ALIKE, "num_steps=2", here, saved)
+    lose(cluster, job, log, run_dir, Loss(1, "rollout", "node1", "is cut off"), told=True)
+    output = wait_for_end(cluster, job, log)
+    assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1], output
+    assert "lost node2" in output, "the controller has seen that it is alone"
+    assert output.count("the node of the batch script, node1, is lost: requeued") == 1
+    assert [row["step"] for row in read_rows(run_dir / "slurm" / "starts.jsonl")] == [0, 1]
+    assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
+
+
+def lose(cluster: SlurmCluster, job: int, log: Path, run_dir: Path, loss: Loss, *, told: bool) -> None:
+    """A node is lost, and comes back once the job is in the queue; SLURM is told, as a cluster's health check would."""
+    step, phase, node, fault = loss
+    wait_until(lambda: at(run_dir, step, phase), log, every_s=0.01)
+    (cluster.kill if fault == "dies" else cluster.cut)(node)
+    if told:
+        cluster.login("scontrol", "update", f"nodename={node}", "state=down", "reason=fault")
+    wait_until(lambda: state(cluster, job) == "PENDING", log)
+    (cluster.boot if fault == "dies" else cluster.mend)(node)
+    resume(cluster, node, log)
+    restart(cluster, job, log)
 
 
 def at(run_dir: Path, step: int, phase: str) -> bool:
