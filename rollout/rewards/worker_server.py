@@ -166,7 +166,10 @@ class _Server:
 
     def _obey(self) -> bool:
         """Carry out one command; False if there will be no more."""
-        message, descriptors, _, _ = socket.recv_fds(self._control, _NUM_BYTES, 1)
+        try:
+            message, descriptors, _, _ = socket.recv_fds(self._control, _NUM_BYTES, 1)
+        except ConnectionResetError:  # the scorer has ended, and has not read all messages
+            return False
         if not message:
             return False
         command, number = message.decode().split()
@@ -212,7 +215,8 @@ class _Server:
                 _, status = os.waitpid(ended.si_pid, 0)
                 if number is not None:
                     code = os.waitstatus_to_exitcode(status)
-                    self._control.send(pickle.dumps(Exited(number=number, code=code)))
+                    with suppress(ConnectionError):  # a scorer that has ended closes the socket: `run` sees it next
+                        self._control.send(pickle.dumps(Exited(number=number, code=code)))
         kill_others({*self._numbers, *self._own})
 
     def _end_all(self) -> None:

@@ -2,7 +2,9 @@
 
 import asyncio
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,8 @@ from rollout.config import RewardConfig
 from rollout.failures import ProcessLostError, RewardBrokenError
 from rollout.rewards import workers as workers_module
 from rollout.rewards.call import RewardOutcome, RewardRequest
-from rollout.rewards.worker_server import clean_environment
+from rollout.rewards.worker import WorkerLimits
+from rollout.rewards.worker_server import clean_environment, start_server
 from rollout.rewards.workers import RewardWorkers
 from rollout.types import WorkerEvents
 from tests.support.deadline import DEADLINE_S
@@ -225,6 +228,21 @@ def test_the_server_ends_with_its_scorer_and_takes_everything_along(workers_of, 
     assert len(pids) == 3
     for pid in pids:
         wait_until_gone(pid)
+
+
+def test_a_server_ends_in_order_although_its_scorer_has_not_read_all_messages(capfd):
+    limits = WorkerLimits(timeout_s=5.0, memory_bytes=1 << 30, file_bytes=1 << 20)
+    control, server = start_server(f"{FUNCTIONS}.moody", limits, clean_environment(os.environ, []))
+    control.recv(1 << 16)  # it is prepared
+    channel, theirs = socket.socketpair()
+    with theirs:
+        socket.send_fds(control, [b"start 0"], [theirs.fileno()])
+    channel.recv(1 << 16)  # the worker is ready
+    channel.close()
+    assert select.select([control], [], [], DEADLINE_S)[0], "the server tells that the worker has ended"
+    control.close()
+    assert server.wait(DEADLINE_S) == 0
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_calls_fail_when_the_server_has_died(workers_of, tmp_path):
