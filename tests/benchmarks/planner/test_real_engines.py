@@ -6,18 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.planner.real_engines import (
-    MAX_TOKENS,
-    NUM_SLOTS,
-    STEPS,
-    Measured,
-    _durations,
-    fitted,
-    goals,
-    recorded,
-    window,
-    workload,
-)
+from benchmarks.planner.engine_tasks import MAX_TOKENS, NUM_SLOTS, recorded, window, workload
+from benchmarks.planner.real_engines import STEPS, Measured, _durations, fitted, goals
 from history.store.traces import Trace, write_traces
 from rollout.tracing.forwards import FORWARD
 

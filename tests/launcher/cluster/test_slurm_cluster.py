@@ -376,9 +376,14 @@ def test_the_tasks_of_a_step_run_together_without_a_batch_script(cluster: SlurmC
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 
 
+HERE = "cluster.slurm.extra=['--nodelist=node1,node2']"
+SAVED = "checkpoint.background=false"
+"""Each step begins with the checkpoint of the step before."""
+
+
 def test_a_node_without_the_data_is_refused_by_name(cluster: SlurmCluster, work: Path) -> None:
     cluster.on("node2", "mount", "-t", "tmpfs", "tmpfs", str(work / "data"))
-    job, log = submit(cluster, work, "run_dir=unmounted", "cluster.slurm.extra=['--nodelist=node1,node2']")
+    job, log = submit(cluster, work, "run_dir=unmounted", HERE)
     output = wait_for_end(cluster, job, log)
     cluster.on("node2", "umount", str(work / "data"))
     assert "left out: node2: cannot read data/train.jsonl" in output
@@ -424,9 +429,8 @@ EVALUATED = (
 @pytest.mark.timeout(5400)
 def test_each_lost_node_costs_a_requeue_and_no_saved_step(cluster: SlurmCluster, work: Path, undisturbed: Path) -> None:
     num_steps = EACH_PHASE[-1].step
-    run_dir, here = work / "losses", "cluster.slurm.extra=['--nodelist=node1,node2']"
-    saved = "checkpoint.background=false"  # each step begins with the checkpoint of the step before
-    job, log = submit(cluster, work, "run_dir=losses", *ALIKE, *EVALUATED, f"num_steps={num_steps}", here, saved)
+    run_dir = work / "losses"
+    job, log = submit(cluster, work, "run_dir=losses", *ALIKE, *EVALUATED, f"num_steps={num_steps}", HERE, SAVED)
     for number, loss in enumerate(EACH_PHASE):  # SLURM's own health check takes a minute and is waited for once
         lose(cluster, job, log, run_dir, loss, told=number > 0)
     output = wait_for_end(cluster, job, log)
@@ -444,9 +448,8 @@ def test_a_first_node_that_is_cut_off_ends_its_run_and_another_node_requeues_the
     cluster: SlurmCluster, work: Path
 ) -> None:
     """The controller and the batch script go on without a network, and reach the files."""
-    run_dir, here = work / "alone", "cluster.slurm.extra=['--nodelist=node1,node2']"
-    saved = "checkpoint.background=false"
-    job, log = submit(cluster, work, "run_dir=alone", *ALIKE, "num_steps=2", here, saved)
+    run_dir = work / "alone"
+    job, log = submit(cluster, work, "run_dir=alone", *ALIKE, "num_steps=2", HERE, SAVED)
     lose(cluster, job, log, run_dir, Loss(1, "rollout", "node1", "is cut off"), told=True)
     output = wait_for_end(cluster, job, log)
     assert [row["step"] for row in read_rows(run_dir / "metrics.jsonl")] == [0, 1], output
