@@ -12,6 +12,8 @@ from benchmarks.harness.process_tree import watch
 K3 = "rollout_corr/k3_kl"
 ESS = "rollout_corr/rollout_is_eff_sample_size"
 """Metric of runs with a correction; other runs have no importance weights."""
+K3_PARTS = ("quantisation", "numerics", "speculation", "interaction", "total")
+"""Parts of k3 by cause that a run without tokens of older weights measures, and their sum."""
 
 
 def run_example(warm: Path, run_dir: Path, keys: Sequence[str]) -> tuple[list[dict[str, float]], float]:
@@ -67,4 +69,14 @@ def mismatch_figures(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
         "k3_min": min(k3),
         "k3_max": max(k3),
         "ess_min": min(row.get(ESS, 1.0) for row in steps),
+    }
+
+
+def k3_parts(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Mean of each part of k3 over the steps that measured it, by `k3_{part}`; a part that no step has is 0."""
+    steps = [row for row in metrics if "rollout_corr/part_k3/total" in row]
+    names = {part: f"rollout_corr/part_k3/{part}" for part in K3_PARTS}
+    return {
+        f"k3_{part}": statistics.fmean(row.get(name, 0.0) for row in steps) if steps else 0.0
+        for part, name in names.items()
     }

@@ -10,7 +10,7 @@ guard's default rules. OUT is written after each run, and `--resume` continues i
 The example has 14 steps, so its guard acts after two bad steps and never goes back. Without importance weights there
 is no cap to tighten, and the example samples nothing ahead, so the ladder is: one layer in BF16, two layers, all.
 
-Rows: one per run, with its actions, starts of its engines, and held-out accuracy in BF16 before and after.
+Rows: one per run, with k3 by cause, its actions, starts of its engines, and held-out accuracy in BF16 before and after.
 """
 
 import json
@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
-from benchmarks.harness.example_run import mismatch_figures, run_example
+from benchmarks.harness.example_run import k3_parts, mismatch_figures, run_example
 from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
 from benchmarks.harness.record_inputs import quickstart_inputs
 from benchmarks.learning.example_epochs import warm_start
@@ -77,6 +77,7 @@ def run(warm: Path, work: Path, seed: int, case: str, keys: Sequence[str]) -> Ro
         "case": case,
         "num_steps": len(metrics),
         **mismatch_figures(metrics),
+        **k3_parts(metrics),
         "k3_last": metrics[-1].get("rollout_corr/k3_kl", 0.0),
         "actions": metrics[-1].get("guard/actions", 0.0),
         "level_last": levels[-1],

@@ -1,5 +1,6 @@
 """Views of runs of the example: learning with and without quantisation, drafts, the planner and corrections."""
 
+from benchmarks.harness.example_run import K3_PARTS
 from benchmarks.harness.record_answers import Answer, goal, median
 from benchmarks.harness.record_tables import Column, Table
 from benchmarks.harness.record_views.view import MIB, UNRECORDED_WARM, View, percent, spread
@@ -150,10 +151,16 @@ GUARD = View(
                 *spread("held_out_after", "held-out accuracy after, %", scale=100.0),
             ),
         ),
+        Table(
+            title="k3 by cause, means over the steps; medians over the seeds",
+            lines={"case": "case"},
+            columns=tuple(Column(field=f"k3_{part}", title=part) for part in K3_PARTS),
+        ),
     ),
     notes=(
         "`3 bits` is INT8 codes rounded to 3 bits. No run but the healthy one corrects by importance weights.",
         "`advise` says what `act` does, and changes nothing.",
+        "The causes of k3 are explained in `docs/mismatch.md`; `interaction` is the product of the first two.",
         "The cost of the guard is the time of further starts of engines and trainer, and of steps with BF16 rollouts.",
         UNRECORDED_WARM,
     ),

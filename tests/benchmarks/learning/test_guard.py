@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.harness.example_run import k3_parts
 from benchmarks.learning.guard import CASES, HEALTHY, HEALTHY_KEYS, format_changes, goals
 from launcher.checks.combinations import run_combinations
 from launcher.config.loading import load
@@ -44,3 +45,12 @@ def test_starts_of_engines_are_counted_from_the_runs_events(tmp_path: Path) -> N
     rows = [json.dumps({"actor": "guard", "activity": line, "start_s": 0, "end_s": 0}) + "\n" for line in lines]
     (tmp_path / "events.jsonl").write_text("".join(rows))
     assert format_changes(tmp_path) == 2
+
+
+def test_parts_of_k3_are_means_over_the_steps_that_measured_them() -> None:
+    name = "rollout_corr/part_k3/"
+    metrics = [{f"{name}total": 0.3, f"{name}quantisation": 0.2}, {}, {f"{name}total": 0.5, f"{name}quantisation": 0.4}]
+    parts = k3_parts(metrics)
+    assert parts.pop("k3_total") == pytest.approx(0.4) and parts.pop("k3_quantisation") == pytest.approx(0.3)
+    assert parts == {"k3_numerics": 0.0, "k3_speculation": 0.0, "k3_interaction": 0.0}
+    assert set(k3_parts([{}]).values()) == {0.0}
