@@ -11,6 +11,7 @@ Arms (`benchmarks.end_to_end.arms`) run from one warm start with the same prompt
 rate. Their order is reversed with every seed, so slow drifts of the machine affect all alike. Trainer and engine have a
 core each; peers have both cores, in environments made by `python -m benchmarks.end_to_end.peers --setup DIR`. An arm
 whose INT8 kernel is not exact on this CPU, and a peer without an environment, is left out and listed as not measured.
+All arms of a seed run on one kind of machine: `--resume` measures a seed anew that another kind has begun.
 
 Rows: one per run, one per evaluation, and one per pair of arms with differences over the seeds. `--quick` runs the base
 and the fastest arm for two steps on short answers; its figures mean nothing. Beside OUT, `OUT.accuracy.svg` shows
@@ -27,8 +28,9 @@ from benchmarks.end_to_end import inputs, picture
 from benchmarks.end_to_end.arms import ARMS, QUICK_ARMS
 from benchmarks.end_to_end.judged import check_regime, completed, differences, goals
 from benchmarks.end_to_end.peers.setup import python_of
+from benchmarks.end_to_end.resumed import kept, machine_name
 from benchmarks.end_to_end.run_arm import FULL, QUICK, Place, run
-from benchmarks.harness.record import Row, arguments, rows_before, write
+from benchmarks.harness.record import arguments, rows_before, write
 
 NOT_MEASURED = ("any GPU", "a model of more than a million parameters", "several engines, or nodes")
 _INT8_CHECK = "rollout.worker.exact_int8"
@@ -50,13 +52,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     arms = [arm for arm in wanted if arm not in left_out]
     warm = inputs.warm_start(options.work, quick=options.quick)
     place = Place(warm=warm, work=options.work, peers=options.peers)
-    rows: list[Row] = [row for row in rows_before(options.json, resume=options.resume) if row["what"] != "difference"]
+    before = [row for row in rows_before(options.json, resume=options.resume) if row["what"] != "difference"]
+    here = machine_name()
+    rows, ended = kept(before, arms, here)
     for number, seed in enumerate(seeds):
         for arm in arms[::-1] if number % 2 else arms:
-            if any((row["what"], row["arm"], row["seed"]) == ("run", arm, seed) for row in rows):
+            done = any((row["what"], row["arm"], row["seed"]) == ("run", arm, seed) for row in rows)
+            if done or seed in ended:
                 continue
             whole, *points = run(arm, ARMS[arm], seed, place, size)
-            rows += [completed(whole, points), *points]
+            rows += [{**completed(whole, points), "machine": here}, *points]
             write(options.json, rows=rows, not_measured=[*NOT_MEASURED, *left_out.values()])
             rows = list(rows_before(options.json, resume=True))  # with the commit of this run
             print(f"seed {seed}, {arm}: {whole['step_s']} s a step, {whole['seconds']} s in all", flush=True)

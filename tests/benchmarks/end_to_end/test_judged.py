@@ -10,6 +10,7 @@ from benchmarks.end_to_end import picture
 from benchmarks.end_to_end.arms import ARMS, BASE, NO_HISTORY, OTHER_HISTORY, OURS, PLAIN_LOOP, TRL, keys
 from benchmarks.end_to_end.changed_engine import neighbour
 from benchmarks.end_to_end.judged import check_regime, completed, differences, goals, never_falling, seconds_to
+from benchmarks.end_to_end.resumed import kept
 from benchmarks.end_to_end.run_arm import FULL, RL, Place, product_command
 from benchmarks.harness.record import Row
 from benchmarks.harness.record_file import Record
@@ -127,3 +128,13 @@ def test_the_picture_has_a_line_for_each_arm() -> None:
     svg = picture.accuracy(runs())
     texts = [element.text for element in ET.fromstring(svg).iter() if element.tag.endswith("text")]
     assert {OURS, BASE, TRL, PLAIN_LOOP, "seconds", "accuracy"} <= set(texts)
+
+
+def test_a_resumed_seed_has_runs_of_one_machine_only() -> None:
+    exact = [arm for arm in ARMS if ARMS[arm].keys.get("engine.format") != "int8"]
+    whole = [{"what": "run", "seed": 11, "arm": arm, "machine": "a"} for arm in exact]
+    begun = [{"what": "run", "seed": 12, "arm": arm, "machine": "a"} for arm in exact[:-1]]
+    point = [{"what": "evaluation", "seed": 12, "arm": exact[0], "step": 0}]
+    rows: list[Row] = [*whole, *begun, *point]
+    assert kept(rows, [*ARMS], "a") == (rows, set())
+    assert kept(rows, [*ARMS], "b") == (whole, {11})
