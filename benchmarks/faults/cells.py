@@ -63,6 +63,9 @@ PHASES = {
 }
 """Moments of a run at which a fault happens."""
 
+SCORING_AHEAD = Moment("rollout", 0, scores=True)
+"""`scoring` of a run that samples ahead: the first rollout samples two steps, and the second none."""
+
 IN_SCORING: Mapping[str, Sequence[Fault]] = {
     "scorer": ("kill", "freeze"),
     "reward worker": ("kill", "freeze"),
@@ -88,7 +91,7 @@ class Cell:
     @property
     def moment(self) -> Moment:
         """When it happens."""
-        return PHASES[self.phase]
+        return SCORING_AHEAD if (self.run, self.phase) == ("ahead", "scoring") else PHASES[self.phase]
 
     @property
     def is_continued(self) -> bool:

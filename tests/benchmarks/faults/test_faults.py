@@ -60,6 +60,12 @@ def test_the_table_has_every_process_in_every_phase_once() -> None:
     assert FROZEN_CONTROLLER in cells()
 
 
+def test_scoring_is_hit_in_the_rollout_that_samples() -> None:
+    moments = {(cell.run, cell.moment.phase, cell.moment.step) for cell in cells() if cell.phase == "scoring"}
+    assert moments == {("exact", "rollout", 1), ("drafting", "rollout", 1), ("ahead", "rollout", 0)}
+    assert all(cell.moment.scores == (cell.phase == "scoring") for cell in cells())
+
+
 @pytest.mark.parametrize(
     ("codes", "changes", "is_as_promised"),
     [
