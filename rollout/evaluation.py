@@ -1,4 +1,4 @@
-"""Evaluation sets: the groups to sample, and avg@k and pass@k of the scored groups.
+"""Evaluation sets: avg@k and pass@k of the scored groups.
 
 The score of a response is the `acc` that its reward function reports (the convention of verl's data sets), otherwise
 its reward. avg@k is the mean score over all samples. pass@k is the share of prompts with at least one sample that
@@ -13,9 +13,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Self
 
-from rollout.config import EvalSetConfig
-from rollout.seeds import derive_seed
-from rollout.types import GroupId, Prompt, PromptGroup, SamplingSpec, Score, ScoredGroup
+from rollout.types import Score, ScoredGroup
 
 PASS_SCORE = 0.5
 
@@ -66,29 +64,6 @@ class EvaluationRow:
             f"{prefix}/truncated": self.truncated,
             f"{prefix}/mean_length": self.mean_length,
         }
-
-
-def evaluation_groups(
-    name: str, config: EvalSetConfig, prompts: Sequence[Prompt], *, run_seed: int, step: int, first_id: GroupId
-) -> list[PromptGroup]:
-    """The groups of one evaluation set, numbered from `first_id`; the same seeds at every step."""
-    sampling = SamplingSpec(
-        temperature=config.temperature, top_p=config.top_p, max_response_tokens=config.max_response_tokens
-    )
-    return [
-        PromptGroup(
-            group_id=GroupId(first_id + index),
-            step=step,
-            purpose=name,
-            prompt=prompt,
-            sampling=sampling,
-            seeds=tuple(
-                derive_seed(run_seed, purpose=name, step=0, prompt_id=prompt.prompt_id, sample=sample)
-                for sample in range(config.samples_per_prompt)
-            ),
-        )
-        for index, prompt in enumerate(prompts)
-    ]
 
 
 def evaluation_rows(name: str, groups: Sequence[ScoredGroup], *, format: str, step: int) -> list[EvaluationRow]:

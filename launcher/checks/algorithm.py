@@ -14,6 +14,7 @@ from megatron_rl.algorithm_settings import (
     Bypass,
     DrGrpo,
     LossChoice,
+    Overlong,
     Reinforce,
     ReinforcePlusPlus,
     SeqMeanTokenSum,
@@ -33,6 +34,7 @@ def algorithm_problems(config: RunConfig) -> list[str]:
     """One sentence for each combination that cannot run, and for each function that cannot be loaded."""
     algorithm = config.algorithm
     problems = _advantage(algorithm) + _loss(algorithm) + _correction(algorithm) + _terms(algorithm)
+    problems += _shaping(algorithm, config.sampling.max_response_tokens)
     own_problems, own_needs = _plug_ins(algorithm)
     return problems + own_problems + further_problems(config, algorithm.needs.union(*own_needs.values()))
 
@@ -60,6 +62,17 @@ def _advantage(algorithm: AlgorithmConfig) -> list[str]:
             "seq_mean_token_sum"
         )
     return problems
+
+
+def _shaping(algorithm: AlgorithmConfig, most_tokens: int) -> list[str]:
+    shaping = algorithm.reward_shaping
+    if not isinstance(shaping, Overlong) or shaping.buffer_tokens <= most_tokens:
+        return []
+    return [
+        f"`algorithm.reward_shaping.buffer_tokens` = {shaping.buffer_tokens} with `sampling.max_response_tokens` = "
+        f"{most_tokens}: the buffer is the last part of the longest response, and this one would punish every response "
+        "for its length; lower buffer_tokens (DAPO: a fifth of the longest response)"
+    ]
 
 
 def _loss(algorithm: AlgorithmConfig) -> list[str]:

@@ -118,7 +118,7 @@ def _options(slurm: SlurmConfig, submission: Submission) -> list[str]:
         f"--nodes={slurm.nodes + slurm.spares}",
         "--ntasks-per-node=1",
         *[f"--{option}={value}" for option, value in given.items() if value],
-        *([] if slurm.cpus_per_node else ["--exclusive"]),
+        *([] if slurm.cpus_per_node else ["--exclusive", *_whole_memory(slurm)]),
         f'--output="{submission.log}"',
         "--open-mode=append",
         "--requeue",
@@ -127,6 +127,11 @@ def _options(slurm: SlurmConfig, submission: Submission) -> list[str]:
         f"--export={','.join((*ALWAYS_EXPORTED, *slurm.environment))}",
         *slurm.extra,
     ]
+
+
+def _whole_memory(slurm: SlurmConfig) -> list[str]:
+    """The option for all memory of a node: a job with `--exclusive` else has the partition's default memory only."""
+    return [] if any(option.startswith("--mem") for option in slurm.extra) else ["--mem=0"]
 
 
 def _python(container: ContainerConfig, submission: Submission) -> list[str]:

@@ -253,7 +253,11 @@ def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _
         publisher=publisher,
         phases=Phases(clock, sharing, policy=train_phase_policy(config, engines, pool)),
         evaluator=Evaluator(
-            config.evaluation.sets, parts.inputs.evaluation, format=config.engine.formats, seed=config.seed
+            config.evaluation.sets,
+            parts.inputs.evaluation,
+            format=config.engine.formats,
+            seed=config.seed,
+            stop_token_ids=config.sampling.stop_token_ids,
         ),
         recorder=recorder,
         algorithm=config.algorithm,

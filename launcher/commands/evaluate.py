@@ -39,6 +39,7 @@ def evaluation_of(config: RunConfig, model: str) -> EvalConfig:
         engine=config.engine.model_copy(update={"format": "bf16", "kv_format": "bf16"}),
         reward=config.reward,
         seed=config.seed,
+        stop_token_ids=config.sampling.stop_token_ids,
         cluster=config.cluster,
     )
 
@@ -128,7 +129,9 @@ def _evaluate(
             [each.samples_per_prompt for each in config.sets.values()], reward_timeout_s=config.reward.timeout_s
         ),
     )
-    evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed)
+    evaluator = Evaluator(
+        config.sets, prompts, format="bf16", seed=config.seed, stop_token_ids=config.stop_token_ids
+    )
     return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
 
 

@@ -100,8 +100,8 @@ class MismatchSums:
 
 
 def _histogram(log_ratio: Tensor) -> Tensor:
-    """Counts of |lr| in logarithmic bins, [NUM_BINS] float64."""
-    sizes = log_ratio.double().abs().clamp(SMALLEST_BIN, LOG_RATIO_BOUND)
+    """Counts of |lr| in logarithmic bins, [NUM_BINS] float64. NaN counts as the bound; the update is skipped later."""
+    sizes = log_ratio.double().abs().nan_to_num(nan=LOG_RATIO_BOUND).clamp(SMALLEST_BIN, LOG_RATIO_BOUND)
     bins = (torch.log10(sizes / SMALLEST_BIN) * BINS_PER_DECADE).floor().long()
     counts = torch.zeros(NUM_BINS, dtype=torch.float64, device=log_ratio.device)
     return counts.index_add(0, bins, torch.ones_like(sizes))  # whole numbers, so their order changes nothing

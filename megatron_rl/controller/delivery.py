@@ -20,6 +20,9 @@ from rollout.pool.engine_group import EngineGroup
 from rollout.transports.base import Backend, ColocatedChannel, Memory, ShmChannel, chain, side_by_side
 from rollout.weights.manifest import WeightManifest
 
+GRACE_S = 30.0
+"""Extra time for a trainer rank to name a late engine or rank by itself, before the trainer counts as hung."""
+
 Meanwhile = Callable[[], None]
 """Starts work of the trainer beside the engines' part of a delivery, without waiting."""
 
@@ -117,7 +120,8 @@ class StreamingDelivery:
         """Send and apply bucket after bucket."""
         nothing: dict[int, dict[int, str]] = {number: {} for number in self._engines.alive}
         applying = self._engines.begin_update(manifest, nothing, with_sums=with_sums)
-        sent = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s, with_sums=with_sums)
+        limit_s = self._timeout_s + GRACE_S
+        sent = self._trainer.stage(manifest.weight_version, timeout_s=limit_s, with_sums=with_sums)
         meanwhile()
         updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         if late := next((part for part in sent if part.fault), None):
@@ -165,7 +169,8 @@ class ColocatedDelivery:
 
     def deliver(self, manifest: WeightManifest, meanwhile: Meanwhile, *, with_sums: bool = True) -> DeliveryReport:
         """Exchange and stage all buckets, apply them, release them."""
-        staged = self._trainer.stage(manifest.weight_version, timeout_s=self._timeout_s, with_sums=with_sums)
+        limit_s = self._timeout_s + GRACE_S
+        staged = self._trainer.stage(manifest.weight_version, timeout_s=limit_s, with_sums=with_sums)
         paths = {part.rank: part.path for part in staged}
         addresses = {
             number: {rank: paths[host] for rank, host in enumerate(self._homes[number])}

@@ -21,6 +21,7 @@ from rollout.weights.manifest import Required
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroup
 
     from megatron_rl.trainer.offload import Part
     from megatron_rl.trainer.trainer import Trainer
@@ -42,6 +43,8 @@ class TrainerActor:
         self._rank = rank
         self._trainer: Trainer | None = None
         self._sender: Sender | None = None
+        self._colocated_group: ProcessGroup | None = None
+        """Of all trainer ranks, while they exchange buckets."""
         self._rows: SftRows | None = None
         self._world: TCPStore | None = None
         self._stores: list[StoreServer] = []
@@ -173,9 +176,12 @@ class TrainerActor:
         progress.begin("join ranks for publishes")
         alone = len(hosted) == 1
         backend: Backend = "gloo" if memory == "shm" else "nccl"
+        if self._colocated_group is not None:  # an engine was started again: its communicators would stay for ever
+            dist.destroy_process_group(self._colocated_group)
+        self._colocated_group = None if alone else dist.new_group(list(range(len(hosted))), backend=backend)
         self._sender = ColocatedSender(
             region,
-            None if alone else dist.new_group(list(range(len(hosted))), backend=backend),
+            self._colocated_group,
             run_id=self._spec.run_id,
             rank=self._rank,
             hosted=hosted,

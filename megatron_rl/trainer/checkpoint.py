@@ -29,7 +29,7 @@ from megatron_rl.checkpoints.boxes import METADATA, in_boxes
 from megatron_rl.checkpoints.files import check_files
 from megatron_rl.checkpoints.writer import CheckpointWriter
 from megatron_rl.quantization.fp8_parameters import decoded, is_fp8_parameter
-from megatron_rl.trainer.optimizer import LearnedModel, create_moments, load_state, loadable
+from megatron_rl.trainer.optimizer import LearnedModel, create_moments, follow_configuration, load_state, loadable
 from megatron_rl.trainer.reference import Reference
 
 
@@ -80,7 +80,8 @@ def load(path: Path, model: LearnedModel) -> object:
         for chunk in model.chunks:
             chunk.module.load_state_dict(restored["model"], strict=True)
         load_state(model.optimizer, restored["optimizer"])
-    model.schedule.load_state_dict(restored["schedule"])
+    follow_configuration(model.optimizer, model.schedule)
+    model.schedule.load_state_dict(restored["schedule"])  # which sets the present rate
     if same_partition:
         _restore_generators(restored.get("generators", {}))
     return common.get("coefficients", {})

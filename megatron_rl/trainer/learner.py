@@ -116,7 +116,8 @@ class Learner:
                         self._update(mini_batches[number], denominators, totals, further[number], micros)
         self._model.finish_schedule(configured=self._configured_updates, made=totals.updates)
         result = self._result(totals, self._of_critic(values))
-        self._adapt(result, num_responses=sum(mini.num_sequences for mini in mini_batches))
+        if not alone:  # the policy has not moved, which says nothing about its coefficients
+            self._adapt(result, num_responses=sum(mini.num_sequences for mini in mini_batches))
         return result
 
     def use_cap(self, cap: float) -> None:

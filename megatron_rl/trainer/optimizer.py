@@ -183,6 +183,19 @@ def build_schedule(
     )
 
 
+def follow_configuration(optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
+    """Give every parameter group the configured rates, betas and eps, in place of those of a checkpoint.
+
+    Megatron restores groups whole, and its schedule prefers the rates of a group to its own (`get_lr`).
+    """
+    for part in _parts(optimizer):
+        configured = part.config
+        for group in part.param_groups:
+            group["max_lr"], group["min_lr"] = schedule.max_lr, schedule.min_lr
+            group["betas"] = (configured.adam_beta1, configured.adam_beta2)
+            group["eps"] = configured.adam_eps
+
+
 def gradients_are_finite(chunks: Sequence[DistributedDataParallel]) -> bool:
     """Whether every gradient on every rank is finite. A collective over all ranks, after the reduction."""
     bad = torch.zeros(1, device=next(chunks[0].parameters()).device)

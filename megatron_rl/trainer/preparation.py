@@ -64,8 +64,13 @@ def token_advantage(algorithm: AlgorithmConfig) -> Callable[[TokenOutcome], Toke
 def further_columns(
     mini_batches: Sequence[LoadedMiniBatch], models: FurtherModels, needed: frozenset[Column]
 ) -> list[list[Columns]]:
-    """Columns of every micro batch by mini batch; a collective. Empty columns before the last stage."""
-    return [_columns(mini.micro_batches, models, needed) for mini in mini_batches]
+    """Columns of every micro batch by mini batch; a collective. Empty columns before the last stage.
+
+    All mini batches are scored together: a reference in host memory is exchanged once, and a pipeline is filled once.
+    """
+    together = _columns([micro for mini in mini_batches for micro in mini.micro_batches], models, needed)
+    columns = iter(together)
+    return [[next(columns) for _ in mini.micro_batches] for mini in mini_batches]
 
 
 def _columns(

@@ -2,7 +2,7 @@
 
     PATH              policy, optimizer, schedule, generators
     PATH/critic       the same of the critic
-    PATH/reference    weights of the reference policy, if it has been refreshed or may be
+    PATH/reference    weights of the reference policy, if it has been refreshed or may be; also after a resume
 
 Invariant: the policy's part is completed last, so a complete PATH has complete folders.
 """
@@ -37,6 +37,7 @@ class Saves:
     def __init__(self, parts: Parts, writers: Executor | None) -> None:
         """`writers`: threads that write files; None for threads of its own."""
         self._parts = parts
+        self._writer_threads = writers
         self._policy = CheckpointWriter(writers)
         self._critic = CheckpointWriter(writers) if parts.critic is not None else None
         saves_reference = parts.reference is not None and parts.is_refreshed
@@ -75,7 +76,8 @@ class Saves:
     def load(self, path: Path) -> object:
         """Restore a finished save, and return the coefficients that it holds.
 
-        A checkpoint without a reference was saved before the reference changed.
+        A checkpoint without a reference was saved before the reference changed. A reference that was restored is saved
+        from now on: it is not the initial model, also if it changes no more.
 
         Raises:
             ValueError: a part is missing or cannot be read.
@@ -91,4 +93,5 @@ class Saves:
             checkpoint.load(path / CRITIC, parts.critic)
         if parts.reference is not None and checkpoint.is_complete(path / REFERENCE):
             checkpoint.load_reference(path / REFERENCE, parts.policy, parts.reference)
+            self._reference = self._reference or CheckpointWriter(self._writer_threads)
         return coefficients

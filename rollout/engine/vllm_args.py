@@ -49,6 +49,8 @@ OWNED = {
     "tensor_parallel_size": "engine.tensor_parallel",
     "pipeline_parallel_size": "nothing: engines have no pipeline",
     "data_parallel_size": "engine.num_engines",
+    "enable_expert_parallel": "engine.tensor_parallel: a publish cuts every expert, and sums prove the cuts",
+    "enable_eplb": "engine.tensor_parallel: a publish cuts every expert, and sums prove the cuts",
     "max_num_seqs": "engine.max_num_seqs",
     "kv_cache_memory_bytes": "engine.kv_cache_bytes",
     "gpu_memory_utilization": "engine.kv_cache_bytes",

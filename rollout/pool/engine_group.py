@@ -272,8 +272,11 @@ class EngineGroup:
         return self._begin("probe", list, list(token_ids))
 
     def resume(self, *, timeout_s: float) -> None:
-        """Engines serve the weights that the probe has verified."""
-        self.wait(self._begin("resume", NoneType), timeout_s=timeout_s)
+        """Engines serve the weights that the probe has verified; dead engines become lost, and late ones are ended.
+
+        It is the last call of a publish: the others serve these weights already, and would refuse them a second time.
+        """
+        self._measure(self._begin("resume", NoneType), timeout_s=timeout_s)
 
     def fence(self, faults: Mapping[int, str], *, timeout_s: float) -> None:
         """The given engines stop sampling until the next publish, because of the fault under their number."""

@@ -3,10 +3,11 @@
 from collections.abc import Mapping, Sequence
 
 from rollout.config import EvalSetConfig
-from rollout.evaluation import EvaluationRow, evaluation_groups, evaluation_rows
+from rollout.evaluation import EvaluationRow, evaluation_rows
 from rollout.pool.callbacks import Progress
 from rollout.pool.engine_pool import EnginePool
-from rollout.types import GroupId, Prompt, PromptGroup
+from rollout.seeds import derive_seed
+from rollout.types import GroupId, Prompt, PromptGroup, SamplingSpec
 
 FIRST_GROUP_ID = 1 << 48
 """First number of evaluation groups, so that training groups have the same numbers with and without evaluation."""
@@ -16,8 +17,16 @@ class Evaluator:
     """Named evaluation sets with their prompts."""
 
     def __init__(
-        self, sets: Mapping[str, EvalSetConfig], prompts: Mapping[str, Sequence[Prompt]], *, format: str, seed: int
+        self,
+        sets: Mapping[str, EvalSetConfig],
+        prompts: Mapping[str, Sequence[Prompt]],
+        *,
+        format: str,
+        seed: int,
+        stop_token_ids: Sequence[int],
     ) -> None:
+        """`stop_token_ids` end a response beside the model's own, as in training."""
+        self._stop_token_ids = tuple(stop_token_ids)
         self._sets = dict(sets)
         self._prompts = dict(prompts)
         self._format = format
@@ -46,11 +55,25 @@ class Evaluator:
         return rows
 
     def _groups(self, name: str, finished_steps: int, first_id: int) -> list[PromptGroup]:
-        return evaluation_groups(
-            name,
-            self._sets[name],
-            self._prompts[name],
-            run_seed=self._seed,
-            step=finished_steps,
-            first_id=GroupId(first_id),
+        """The groups of a set, numbered from `first_id`; the same seeds at every step."""
+        config = self._sets[name]
+        sampling = SamplingSpec(
+            temperature=config.temperature,
+            top_p=config.top_p,
+            max_response_tokens=config.max_response_tokens,
+            stop_token_ids=self._stop_token_ids,
         )
+        return [
+            PromptGroup(
+                group_id=GroupId(first_id + index),
+                step=finished_steps,
+                purpose=name,
+                prompt=prompt,
+                sampling=sampling,
+                seeds=tuple(
+                    derive_seed(self._seed, purpose=name, step=0, prompt_id=prompt.prompt_id, sample=sample)
+                    for sample in range(config.samples_per_prompt)
+                ),
+            )
+            for index, prompt in enumerate(self._prompts[name])
+        ]

@@ -67,7 +67,12 @@ class Prefetch:
             index, payload = received
             self._held[index] = payload
             self._room.release()
-        return self._held.pop(bucket.index)
+        payload = self._held.pop(bucket.index)
+        if payload.is_cuda:
+            # Allocated on the stream of the receiving thread, read on the caller's: vLLM gives the ranks of a
+            # larger engine streams of their own. The allocator must not hand the memory on before the reads are done.
+            payload.record_stream(torch.cuda.current_stream(payload.device))
+        return payload
 
     @property
     def received_bytes(self) -> int:

@@ -240,12 +240,17 @@ class BucketReceiver(WeightTransferEngine):  # type: ignore[misc]
             info.load_numel = 0
         self._feeding = nullcontext()
         self._sums = None
+        self._end_prefetch()
         self.finish_weight_update()
+
+    def _end_prefetch(self) -> None:
+        """End the thread that receives buckets, which holds one of them."""
+        if isinstance(self._inbox, Prefetch):
+            self._inbox.close()
 
     def shutdown(self) -> None:
         """Leave the channel; its senders notice the closed connection at once."""
-        if isinstance(self._inbox, Prefetch):
-            self._inbox.close()
+        self._end_prefetch()
         if self._stream is not None:
             self._stream.close()
         self._channel = self._stream = self._order = self._manifest = self._inbox = None

@@ -29,11 +29,15 @@ if [ -n "$submitted" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then
   echo "$(date -d "$submitted" +%s) submission" >> "$job_dir/phases"
 fi
 
+# A task that ends leaves the others of its step alone, whatever KillOnBadExit and WaitTime of the cluster's slurm.conf say:
+# an unhealthy node, or one whose Ray has ended, must not take the healthy ones with it.
+alone=(--kill-on-bad-exit=0 --wait=0)
+
 # Sets `step` to the command that runs a part of the job once on each of the named nodes.
 prepare() {
   local nodes=$1 count=$2 part=$3
   shift 3
-  step=(srun --overlap --cpu-bind=none --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes"
+  step=(srun --overlap "${alone[@]}" --cpu-bind=none --nodes="$count" --ntasks="$count" --ntasks-per-node=1 --nodelist="$nodes"
     "$@" "${srun_options[@]}" "${python[@]}" -m launcher.commands.slurm_job "$part" "$config")
 }
 
@@ -110,7 +114,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
     trap - USR1 TERM
     others=$(grep --line-regexp --fixed-strings --invert-match "$batch_node" "$job_dir/allocated" | paste -sd,)
     while [ ! -e "$job_dir/over" ]; do
-      srun --overlap --no-kill --cpu-bind=none --nodes=$((SLURM_JOB_NUM_NODES - 1)) \
+      srun --overlap --no-kill "${alone[@]}" --cpu-bind=none --nodes=$((SLURM_JOB_NUM_NODES - 1)) \
         --ntasks=$((SLURM_JOB_NUM_NODES - 1)) --ntasks-per-node=1 \
         --nodelist="$others" bash -c watch_batch_node || [ -e "$job_dir/over" ] || sleep 10
     done

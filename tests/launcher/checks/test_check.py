@@ -111,6 +111,10 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ],
             ["unknown key `algorithm.advantage.sahre`; did you mean `share`? its settings: share"],
         ),
+        (
+            ["algorithm.reward_shaping=overlong"],
+            ["`algorithm.reward_shaping.buffer_tokens` = 4096", "`sampling.max_response_tokens` = "],
+        ),
         (["algorithm.advantage=dr_grpo"], ["set aggregation to seq_mean_token_sum_norm"]),
         (
             ["engine.kv_format=fp8", "publish.in_flight=keep_kv"],

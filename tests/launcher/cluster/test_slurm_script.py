@@ -1,3 +1,4 @@
+import re
 import shutil
 import subprocess
 from dataclasses import replace
@@ -65,9 +66,22 @@ def test_every_key_has_its_line() -> None:
 
 
 def test_what_is_empty_is_left_to_slurm_and_whole_nodes_are_asked_for() -> None:
-    assert options(render(SlurmConfig(), SUBMISSION))[:4] == [
-        *("--job-name=a", "--nodes=1", "--ntasks-per-node=1", "--exclusive")
+    assert options(render(SlurmConfig(), SUBMISSION))[:5] == [
+        *("--job-name=a", "--nodes=1", "--ntasks-per-node=1", "--exclusive", "--mem=0")
     ]
+
+
+def test_memory_of_the_users_own_takes_the_place_of_the_whole_nodes() -> None:
+    given = options(render(SlurmConfig(extra=("--mem=500G",)), SUBMISSION))
+    assert "--mem=500G" in given and "--mem=0" not in given
+
+
+def test_a_task_that_ends_never_ends_the_others_of_its_step() -> None:
+    """Whatever KillOnBadExit and WaitTime of slurm.conf say; enroot's step may end as it likes."""
+    lines = render(SlurmConfig(nodes=4), SUBMISSION).replace("\\\n", " ").splitlines()
+    starts = [line for line in lines if re.search(r"\bsrun --overlap", line) and "timeout 60" not in line]
+    assert len(starts) == 2 and all('"${alone[@]}"' in line for line in starts)
+    assert "alone=(--kill-on-bad-exit=0 --wait=0)" in lines
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.correction import PackedLogprobs, k3
-from megatron_rl.algorithm.mismatch import SumsByAge
+from megatron_rl.algorithm.mismatch import LOG_RATIO_BOUND, MismatchSums, SumsByAge
+from megatron_rl.correction_config import CorrectionConfig
 
 
 def packed(lengths, seed=0):
@@ -47,3 +48,12 @@ def test_fresh_responses_and_empty_micro_batches_give_no_metrics():
     nothing = SumsByAge.empty(1)
     nothing.add(packed([]), torch.ones(0), torch.zeros(0, dtype=torch.int64))
     assert nothing.metrics() == {}
+
+
+def test_a_token_without_a_number_counts_as_the_largest_so_that_the_step_reaches_its_skipped_update():
+    """A NaN gradient is skipped on all ranks; the metrics before it must not end the step."""
+    pair = packed([3])
+    pair.old_logprobs[1] = torch.nan
+    found = MismatchSums.of(pair, config=CorrectionConfig())
+    assert found.histogram.sum() == 3 and found.histogram[-2:].sum() == 1
+    assert found.finalize()["rollout_corr/abs_log_ratio_p999"] >= LOG_RATIO_BOUND

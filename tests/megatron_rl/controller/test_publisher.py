@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from megatron_rl.controller.delivery import DeliveryReport, StreamingDelivery
+from megatron_rl.controller.delivery import GRACE_S, DeliveryReport, StreamingDelivery
 from megatron_rl.controller.publisher import Publisher, spread
 from megatron_rl.model.spec import Experts, ModelSpec
 from megatron_rl.trainer.messages import ProbeResult, StagedWeights, TrainerProof
@@ -124,13 +124,19 @@ def test_an_engine_that_takes_no_bucket_is_reported_as_its_own_failure_and_the_t
         begin_update=lambda manifest, addresses, *, with_sums: "update",
         wait=lambda call, *, timeout_s: {0: TIMES},
     )
-    staged = [STAGED, replace(STAGED, fault="gone")]
-    trainer = SimpleNamespace(stage=lambda version, *, timeout_s, with_sums: staged)
+    staged, limits = [STAGED, replace(STAGED, fault="gone")], []
+
+    def stage(version, *, timeout_s, with_sums):
+        limits.append(timeout_s)
+        return staged
+
+    trainer = SimpleNamespace(stage=stage)
     delivery = StreamingDelivery(trainer, engines, source_ranks=(0, 1), timeout_s=1)
     manifest = SimpleNamespace(weight_version=3)
     with pytest.raises(DeadlineError, match="gone") as caught:
         delivery.deliver(manifest, lambda: None)
     assert caught.value.place.role == "engine"
+    assert limits == [1 + GRACE_S], "a rank names a late engine within its own limit, before it counts as hung itself"
     trainer.stage = lambda version, *, timeout_s, with_sums: [STAGED]
     assert delivery.deliver(manifest, lambda: None).updates == (TIMES,)
 

@@ -168,6 +168,18 @@ def test_the_critic_warms_up_alone_and_a_reference_like_the_policy_costs_nothing
     assert second.metrics["actor/grad_norm"] == pytest.approx(without.metrics["actor/grad_norm"], rel=1e-5)
 
 
+def test_a_coefficient_does_not_adapt_to_a_policy_that_has_not_moved(ranks, tmp_path):
+    save_model("qwen3_tied", tmp_path)
+    kl = {"place": "reward", "coefficient": 0.1, "target": 0.05}
+    algorithm = AlgorithmConfig.model_validate({**PPO, "kl": kl})
+    spec = replace(critic_spec(tmp_path, SINGLE), algorithm=algorithm)
+    critic = spec.config.critic.model_copy(update={"warmup_steps": 1})
+    spec = replace(spec, config=spec.config.model_copy(update={"critic": critic}))
+    ((first, second, _),) = ranks.run(warm_up, spec, batch_for(SINGLE, algorithm))
+    assert first.metrics["actor/reward_kl_penalty"] == 0.0
+    assert first.metrics["actor/kl_coef"] == second.metrics["actor/kl_coef"] == 0.1
+
+
 def test_the_value_loss_is_half_the_larger_of_both_squares():
     generator = torch.Generator().manual_seed(0)
     values, old, returns = (torch.randn(50, generator=generator) for _ in range(3))

@@ -86,3 +86,53 @@ def test_reference_scores_are_those_of_the_weights_that_it_took(ranks, tmp_path,
         parallel=target,
     )[-1]  # fmt: skip
     same(resumed[1], resumed[0], rtol=0)  # the checkpoint was written when both were equal
+
+
+def resume_without_refreshes(position, parallel, spec, batch, path, later):
+    """Scores after a resume that never refreshes the reference, which is saved again."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    reference = spec.config.reference.model_copy(update={"refresh_every": 0})
+    trainer = Trainer(replace(spec, config=spec.config.model_copy(update={"reference": reference})), position)
+    trainer.load(path)
+    save(trainer, later)
+    return scores_of(trainer, batch)
+
+
+def test_a_reference_that_is_refreshed_no_more_stays_the_same_over_two_resumes(ranks, tmp_path):
+    save_model("qwen3_tied", tmp_path)
+    spec, batch = reference_spec(tmp_path, DP2, place="host"), batch_for(DP2, ALGORITHM)
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    start, _, _ = ranks.run(train_and_refresh, spec, batch, first, parallel=DP2)[-1]
+    once = ranks.run(resume_without_refreshes, spec, batch, first, second, parallel=DP2)[-1]
+    twice = ranks.run(resume_without_refreshes, spec, batch, second, third, parallel=DP2)[-1]
+    same(twice[1], once[1], rtol=0)
+    assert max(abs(a - b).max() for a, b in zip(once[1], start[1], strict=True)) > 1e-2, "the reference had moved"
+
+
+def count_exchanges(position, parallel, spec, batch):
+    """Exchanges of a step's reference scores."""
+    from megatron_rl.trainer.reference import HostReference
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer, exchange, count = Trainer(spec, position), HostReference._exchange, 0
+
+    def counted(self):
+        nonlocal count
+        count += 1
+        exchange(self)
+
+    HostReference._exchange = counted
+    try:
+        result = trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)
+    finally:
+        HostReference._exchange = exchange
+    return count, result.num_optimizer_steps
+
+
+def test_one_exchange_serves_all_mini_batches_of_a_step(ranks, tmp_path):
+    save_model("qwen3_tied", tmp_path)
+    algorithm = ALGORITHM.model_copy(update={"num_mini_batches": 2})
+    spec = replace(reference_spec(tmp_path, DP2, place="host"), algorithm=algorithm)
+    found = ranks.run(count_exchanges, spec, batch_for(DP2, algorithm), parallel=DP2)
+    assert found == [(2, 2), (2, 2)], "there and back once, for two updates"

@@ -406,6 +406,34 @@ def test_a_checkpoint_of_expert_parallel_ranks_resumes_only_with_the_same_expert
         ranks.run(load_and_train, spec, batch_for(DP2, algorithm), saved, parallel=DP2)
 
 
+def resume_with_another_optimizer(position, parallel, spec, batch, path):
+    """The rate of a step from a checkpoint, and what the groups of parameters say, for policy and optimizer."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.load(str(path))
+    groups = trainer._policy.optimizer.param_groups
+    said = [(group["max_lr"], group["min_lr"], group["betas"], group["eps"]) for group in groups]
+    return trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs).metrics["actor/lr"], said
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_a_resumed_optimizer_follows_the_configuration_and_not_the_checkpoint(ranks, tmp_path, distributed):
+    algorithm = ALGORITHMS["one update"]
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    save_model("qwen3", model)
+    batch = batch_for(DP2, algorithm)
+    spec = trainer_spec(model, DP2, algorithm, distributed=distributed)
+    ranks.run(train_save_train, spec, batch, saved, parallel=DP2)
+    changed = OptimizerConfig(
+        learning_rate=1e-4, min_learning_rate=1e-5, beta1=0.8, beta2=0.9, eps=1e-6, distributed=distributed
+    )
+    spec = replace(spec, config=spec.config.model_copy(update={"optimizer": changed}))
+    for rate, groups in ranks.run(resume_with_another_optimizer, spec, batch, saved, parallel=DP2):
+        assert rate == pytest.approx(1e-4)
+        assert set(groups) == {(1e-4, 1e-5, (0.8, 0.9), 1e-6)}
+
+
 def train_save_train(position, parallel, spec, batch, path):
     """Two steps with a checkpoint between them; returns the same as `train_and_publish`."""
     from megatron_rl.trainer.trainer import Trainer

@@ -132,6 +132,15 @@ def test_a_call_to_living_engines_ignores_a_dead_engine():
     assert engines.lost == (0,)
 
 
+def test_an_engine_that_dies_in_the_last_call_of_a_publish_is_lost_and_the_others_are_not_asked_again():
+    """They serve the new weights, so that a second publish of the version would be refused."""
+    asked = []
+    others = {1: {"resume": ray.exceptions.RayActorError()}, 2: {"resume": LATE}}
+    engines = group(3, others, resume=lambda: asked.append(0))
+    engines.resume(timeout_s=1)
+    assert asked == [0] and engines.lost == (1, 2) and engines.num_hung == 1
+
+
 def test_a_retired_engine_is_lost_and_never_called():
     engines = group(3, {}, node_id="here")
     engines.retire(1, "its node is gone")
