@@ -129,9 +129,7 @@ def _evaluate(
             [each.samples_per_prompt for each in config.sets.values()], reward_timeout_s=config.reward.timeout_s
         ),
     )
-    evaluator = Evaluator(
-        config.sets, prompts, format="bf16", seed=config.seed, stop_token_ids=config.stop_token_ids
-    )
+    evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed, stop_token_ids=config.stop_token_ids)
     return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
 
 
