@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
-from launcher.cluster.node import NodeResources, job_nodes, node_resources
+from launcher.checks.expected_nodes import expected_nodes, unknown_gpu_warnings
+from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.slurm_step import has_several_tasks
 from launcher.commands.plan import add_plan_options, plan, plan_options
 from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
@@ -29,8 +30,14 @@ RAY_MESSAGES = "^A worker died or was killed"
 """Messages of Ray that are not printed: the screen of a failed command says the same, and the log has the reason."""
 OVERRIDES = "Overrides are dotted keys with YAML values: `trainer.optimizer.learning_rate=1e-5 seed=3`."
 
-WITHOUT_CONFIG = ("export", "status", "stop", "report", "dashboard")
-"""Commands that take no configuration file."""
+WITHOUT_OVERRIDES = ("status", "stop", "report", "dashboard")
+"""Commands without a configuration."""
+EXPORT_PLACE = (
+    "It runs on this machine, with one replica of the run's tensor and pipeline ranks. Overrides of `trainer.` and "
+    "`cluster.` change that: `trainer.parallel.pipeline=1`, `cluster.address=auto`."
+)
+EXPORT_KEYS = ("trainer.", "cluster.")
+"""Beginnings of the keys of a run that an export may replace."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -51,9 +58,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     unknown = [text for text in rest if text.startswith("-") or "=" not in text]
-    if unknown or (rest and arguments.command in WITHOUT_CONFIG):
+    if unknown or (rest and arguments.command in WITHOUT_OVERRIDES):
         parser.error(f"unrecognized arguments: {' '.join(unknown or rest)} (an override is key=value)")
-    if arguments.command not in WITHOUT_CONFIG:
+    if arguments.command not in WITHOUT_OVERRIDES:
         arguments.overrides = [*arguments.overrides, *rest]
     return arguments
 
@@ -94,9 +101,11 @@ def _parser() -> argparse.ArgumentParser:
     _command(commands, "eval", "avg@k and pass@k of a Hugging Face directory")
     sft = _command(commands, "sft", "supervised warm start, Hugging Face directory to Hugging Face directory")
     sft.add_argument("--dry-run", action="store_true", help="print configuration and memory; start nothing")
-    export = commands.add_parser("export", help="a checkpoint as a Hugging Face directory")
+    text = "a checkpoint as a Hugging Face directory"
+    export = commands.add_parser("export", help=text, description=f"{text}. {EXPORT_PLACE}")
     export.add_argument("run_dir", help="run directory that holds the checkpoint")
     export.add_argument("output_dir", help="Hugging Face directory to write")
+    export.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="replaces keys of the run")
     export.add_argument("--step", type=int, default=-1, help="checkpoint of this step (default: the newest)")
     return parser
 
@@ -133,7 +142,7 @@ def _dispatch(arguments: argparse.Namespace, command: Command) -> int:
         return _eval(arguments.config, arguments.overrides, command)
     if arguments.command == "sft":
         return _sft(arguments.config, arguments.overrides, command, dry_run=arguments.dry_run)
-    return _export(arguments.run_dir, arguments.output_dir, arguments.step, command)
+    return _export(arguments, command)
 
 
 def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
@@ -169,7 +178,10 @@ def _nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
 def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = job_config(load(RunConfig, path, overrides))
     command.run_dir = Path(config.run_dir)
-    checked = check_run(config, job_nodes(config.cluster.slurm, node_resources()))
+    slurm = config.cluster.slurm
+    for warning in unknown_gpu_warnings(slurm):  # before a refusal, which may follow from it
+        print(f"warning: {warning}", file=sys.stderr)
+    checked = check_run(config, expected_nodes(slurm, node_resources()))
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     submission, script = prepare(config)
@@ -244,10 +256,20 @@ def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
     return 0
 
 
-def _export(run_dir: str, output_dir: str, step: int, command: Command) -> int:
-    if step < -1:
-        raise ConfigError(f"--step = {step}: checkpoints are numbered from 0; -1 is the newest")
-    config = ExportConfig(run_dir=run_dir, output_dir=output_dir, step=step)
+def _export(arguments: argparse.Namespace, command: Command) -> int:
+    if arguments.step < -1:
+        raise ConfigError(f"--step = {arguments.step}: checkpoints are numbered from 0; -1 is the newest")
+    if wrong := [override for override in arguments.overrides if not override.startswith(EXPORT_KEYS)]:
+        raise ConfigError(
+            f"override `{wrong[0]}`: an export takes keys of `trainer.` and `cluster.` only, because the others are "
+            "those of the run; remove it"
+        )
+    config = ExportConfig(
+        run_dir=arguments.run_dir,
+        output_dir=arguments.output_dir,
+        step=arguments.step,
+        overrides=tuple(arguments.overrides),
+    )
     command.run_dir = Path(config.run_dir)
     from launcher.commands.export import export
 

@@ -114,7 +114,7 @@ def lengths_of(responses: Floats) -> Lengths:
 @cache
 def _placed(model: str, num_gpus: int, precision: Precision) -> tuple[PlannedRun, PlanOptions]:
     chosen = MODELS[model]
-    given = replace(options(chosen.recipe), nodes=num_gpus // GPUS_PER_NODE, gpus_per_node=GPUS_PER_NODE)
+    given = replace(options(), nodes=num_gpus // GPUS_PER_NODE, gpus_per_node=GPUS_PER_NODE)
     config = load_recipe(
         chosen.recipe,
         *BATCH,

@@ -102,7 +102,7 @@ def _row(name: str, source: str, published: float, estimated: float, unit: str) 
 
 
 def _estimate(step: Published, measured: Shares | None) -> StepEstimate:
-    given = _given(step.recipe, measured)
+    given = _given(measured)
     given = replace(given, prompt_tokens=PROMPT_TOKENS, response_tokens=step.mean_tokens - PROMPT_TOKENS)
     _, estimate, _ = planned(load_recipe(step.recipe, *step.overrides), given)
     assert estimate is not None, f"{step.recipe} cannot be placed"
@@ -114,14 +114,14 @@ def _int8_speedup(measured: Shares | None) -> float:
     seconds = []
     for format in ("bf16", "int8"):
         config = load_recipe("dapo-qwen2.5-32b-16n8g", f"engine.format={format}")
-        _, estimate, _ = planned(config, _given("dapo-qwen2.5-32b-16n8g", measured))
+        _, estimate, _ = planned(config, _given(measured))
         assert estimate is not None
         seconds.append(estimate.rollout.saturated_s)
     return float(seconds[0] / seconds[1])
 
 
-def _given(recipe: str, measured: Shares | None) -> PlanOptions:
-    given = options(recipe)
+def _given(measured: Shares | None) -> PlanOptions:
+    given = options()
     if measured is None:
         return given
     return replace(given, product_share=measured.product_share, bandwidth_share=measured.bandwidth_share)

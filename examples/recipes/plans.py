@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from launcher.commands.plan import PlanOptions, add_plan_options, plan_options, planned
+from launcher.commands.plan import PlanOptions, add_plan_options, gpu_kind, plan_options, planned
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
 from launcher.run_dir.atomic_files import replace_text
@@ -34,11 +34,11 @@ def load_recipe(name: str, *overrides: str) -> RunConfig:
     return load(RunConfig, str(path), [f"model={MODELS / model}", *overrides])
 
 
-def options(name: str) -> PlanOptions:
-    """Options of `megatron-rl plan` for a recipe; its name says the GPU, or it is an H100."""
+def options() -> PlanOptions:
+    """Options of `megatron-rl plan` for a recipe, which names its nodes and GPUs itself."""
     parser = argparse.ArgumentParser()
     add_plan_options(parser)
-    return plan_options(parser.parse_args(["--gpu", "a100" if "a100" in name else "h100"]))
+    return plan_options(parser.parse_args([]))
 
 
 def recipe_plan(name: str) -> Plan:
@@ -47,12 +47,12 @@ def recipe_plan(name: str) -> Plan:
     Raises:
         ValueError: the recipe does not fit; names the problems.
     """
-    config, given = load_recipe(name), options(name)
+    config, given = load_recipe(name), options()
     report, estimate, _ = planned(config, given)
     if report.problems or report.fitted is None or estimate is None:
         raise ValueError(f"{name}: {'; '.join(report.problems)}")
     return {
-        "gpus": f"{len(report.nodes)} x {len(report.nodes[0].gpu_bytes)} {given.gpu.upper()}",
+        "gpus": f"{len(report.nodes)} x {len(report.nodes[0].gpu_bytes)} {gpu_kind(config, given).upper()}",
         "mode": config.placement.mode,
         "format": config.engine.format,
         "transport": str(report.fitted.placement.transport),

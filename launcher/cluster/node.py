@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from launcher.cluster.memory_limit import memory_limit_left
 from launcher.config.slurm import SlurmConfig
 
 PACKAGES = (
@@ -65,7 +66,7 @@ def node_resources() -> NodeResources:
     """The resources of this node."""
     return NodeResources(
         cpu_cores=len(os.sched_getaffinity(0)),
-        available_bytes=min(psutil.virtual_memory().available, _container_bytes_left()),
+        available_bytes=min(psutil.virtual_memory().available, memory_limit_left()),
         gpu_bytes=_gpu_bytes(),
         gpu_ids=_visible() or (),
         gpu_capability=_gpu_capability(),
@@ -74,24 +75,31 @@ def node_resources() -> NodeResources:
     )
 
 
-def job_node(slurm: SlurmConfig, local: NodeResources) -> NodeResources:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobGpu:
+    """A GPU of a SLURM job, as far as the submitting machine can know it."""
+
+    memory_bytes: int = 80 << 30
+    capability: tuple[int, int] | None = None
+    """Compute capability; None if unknown."""
+
+
+def job_node(slurm: SlurmConfig, cpu_cores: int, gpu: JobGpu) -> NodeResources:
     """A node of a SLURM job, as far as the submitting machine can know it. Pure.
 
-    Memory is taken as sufficient. GPUs are taken to be like the `local` ones, or of 80 GiB. The job checks the real
-    node.
+    Memory is taken as sufficient, and `cpu_cores` are those of a whole node. The job checks the real node.
     """
-    of_one = local.gpu_bytes[:1] or (80 << 30,)
     return NodeResources(
-        cpu_cores=slurm.cpus_per_node or local.cpu_cores,
+        cpu_cores=slurm.cpus_per_node or cpu_cores,
         available_bytes=sys.maxsize,
-        gpu_bytes=of_one * slurm.gpus_per_node,
-        gpu_capability=local.gpu_capability if slurm.gpus_per_node else None,
+        gpu_bytes=(gpu.memory_bytes,) * slurm.gpus_per_node,
+        gpu_capability=gpu.capability if slurm.gpus_per_node else None,
     )
 
 
-def job_nodes(slurm: SlurmConfig, local: NodeResources) -> tuple[NodeResources, ...]:
+def job_nodes(slurm: SlurmConfig, cpu_cores: int, gpu: JobGpu) -> tuple[NodeResources, ...]:
     """All nodes of a SLURM job, as far as the submitting machine can know them; see `job_node`. Pure."""
-    node = job_node(slurm, local)
+    node = job_node(slurm, cpu_cores, gpu)
     return tuple(replace(node, name=f"node {number + 1}") for number in range(slurm.nodes))
 
 
@@ -177,17 +185,6 @@ def _gpu_capability() -> tuple[int, int] | None:
     numbers = [line.strip().partition(".") for line in listed]
     capabilities = [(int(major), int(minor)) for major, _, minor in numbers if major.isdecimal() and minor.isdecimal()]
     return min(capabilities, default=None)
-
-
-def _container_bytes_left() -> int:
-    """Memory below the limit of this process's control group; `sys.maxsize` without a limit."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        limit = (root / "memory.max").read_text(encoding="utf-8").strip()
-        used = int((root / "memory.current").read_text(encoding="utf-8"))
-    except OSError:
-        return sys.maxsize
-    return sys.maxsize if limit == "max" else max(0, int(limit) - used)
 
 
 def memory_kills() -> int:

@@ -27,7 +27,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES, NodeResources, node_resources
 from launcher.cluster.ray_limits import end_ray, kill_families, limited_start
 from launcher.config.schema import ClusterConfig
-from launcher.errors import Terminated
+from launcher.errors import ConfigError, Terminated
 from rollout.failures import DeadlineError, ProcessLostError
 from rollout.processes import ALL_DEVICES
 
@@ -56,6 +56,7 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
 
     Raises:
         Terminated: SIGTERM came during the start. Ray installs its own handler until it has started.
+        ConfigError: no Ray cluster answers at `cluster.address`.
         DeadlineError: Ray's own processes did not answer in time, or fewer than `cluster.min_nodes` joined.
     """
     local = cluster.address == "local"
@@ -127,18 +128,36 @@ def _join(address: str) -> None:
     """Join a cluster, and wait for its first node to register: a node listens before it does so.
 
     Raises:
-        RuntimeError: no node has registered in `JOIN_TIMEOUT_S`.
+        ConfigError: no Ray cluster answers there.
+        DeadlineError: no node of this machine has registered in `JOIN_TIMEOUT_S`.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:
             _init(address=address)
             return
-        except RuntimeError as error:
-            if _UNREGISTERED not in str(error) or time.monotonic() > deadline:
+        except (ConnectionError, RuntimeError) as error:  # Ray wraps errors of a join in a ConnectionError
+            if _UNREGISTERED not in f"{error} {error.__cause__}":
+                if isinstance(error, ConnectionError):
+                    raise ConfigError(_no_answer(address, error)) from error
                 raise
+            if time.monotonic() > deadline:
+                raise DeadlineError(
+                    f"the controller waited {JOIN_TIMEOUT_S:.0f} s for Ray on this machine to register at "
+                    f"`cluster.address` = {address}; start Ray here too, as a node of that cluster"
+                ) from error
             ray.shutdown()
             time.sleep(_POLL_S)
+
+
+def _no_answer(address: str, error: ConnectionError) -> str:
+    """What a person can do if no cluster can be joined; the variable RAY_ADDRESS says what `auto` means."""
+    variable = os.environ.get("RAY_ADDRESS", "")
+    named = f"{address} (RAY_ADDRESS = {variable})" if address == "auto" and variable else address
+    return (
+        f"no Ray cluster answers at `cluster.address` = {named}: {error}. Start Ray there, name the address and the "
+        "token of a running cluster, or set `cluster.address=local`: then the command starts Ray itself"
+    )
 
 
 def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
@@ -147,6 +166,7 @@ def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
     Joins the cluster, asks every node and leaves again. The command's own node is first; the others follow by name.
 
     Raises:
+        ConfigError: no Ray cluster answers there.
         DeadlineError: nodes did not join or answer in time.
         RuntimeError: two nodes have the same name.
     """

@@ -33,6 +33,11 @@ class SlurmStep:
         )
 
 
+def in_allocation() -> bool:
+    """Whether this process runs inside an allocation of SLURM."""
+    return "SLURM_JOB_ID" in os.environ
+
+
 def has_several_tasks() -> bool:
     """Whether this process is one of several tasks of a SLURM step."""
     return int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")) > 1

@@ -2,34 +2,39 @@
 
 import secrets
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.cluster.node import node_resources
+from launcher.checks.model import partition_problems
+from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.placement import plan_sft
 from launcher.cluster.processes import processes
 from launcher.cluster.ray_cluster import joined_nodes
 from launcher.commands.specs import trainer_spec
-from launcher.config.loading import load
+from launcher.config.loading import listing, load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.model.spec import read_model_spec
 from rollout.weights.format import WeightFormat
 
 
 def export(config: ExportConfig) -> None:
-    """Load the checkpoint under the run's own partition and write `config.output_dir`.
+    """Load the checkpoint on this machine, or where `config.overrides` say, and write `config.output_dir`.
 
     Raises:
-        ConfigError: there is no such checkpoint, or the output directory exists.
+        ConfigError: there is no such checkpoint, the output directory exists, or the partition is impossible.
     """
     run_dir, target = Path(config.run_dir), Path(config.output_dir)
     checkpoint = _checkpoint(run_dir, config.step)
     if target.exists():
         raise ConfigError(f"`output_dir` = {target} exists; an export overwrites nothing: name another directory")
-    run_config = load(RunConfig, str(run_dir / "config.yaml"), [])
+    run_config = _run_config(run_dir / "config.yaml", config.overrides)
     cluster = run_config.cluster
     nodes = (node_resources(),) if cluster.address == "local" else joined_nodes(cluster)
+    if problems := _partition_problems(run_config, nodes[0]):
+        raise ConfigError(listing("export", problems))
     ranks = plan_sft(run_config.trainer, nodes)
     placed = Counter([nodes[0].name, *[rank.node for rank in ranks]])
     with processes(cluster, num_actors=len(ranks), log_dir=None, nodes=nodes, placed=placed) as running:
@@ -39,6 +44,24 @@ def export(config: ExportConfig) -> None:
         trainer.load(str(checkpoint / "trainer"))
         trainer.export(str(target))
     print(f"wrote {target} from step {checkpoint.name}")
+
+
+def _run_config(path: Path, overrides: Sequence[str]) -> RunConfig:
+    """The configuration of the run, for one replica of its trainer on this machine, then with `overrides`.
+
+    A checkpoint can be read under any partition. Experts stay spread over as many ranks as in the run.
+    """
+    expert = load(RunConfig, path, overrides).trainer.parallel.expert
+    here = ("cluster.address=local", "cluster.min_nodes=1", "cluster.max_nodes=0", f"trainer.parallel.data={expert}")
+    return load(RunConfig, path, [*here, *overrides])
+
+
+def _partition_problems(config: RunConfig, node: NodeResources) -> list[str]:
+    try:
+        spec = read_model_spec(Path(config.model))
+    except ValueError as error:
+        return [f"`model` = {config.model}: {error}"]
+    return partition_problems(spec, config.trainer.parallel, node)
 
 
 def _checkpoint(run_dir: Path, step: int) -> Path:

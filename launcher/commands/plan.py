@@ -44,6 +44,7 @@ class PlanOptions:
     nodes: int
     gpus_per_node: int
     gpu: str
+    """Kind of GPU; see `gpu_kind`."""
     host_gib: float
     """Host memory of a node."""
     shm_gib: float
@@ -65,7 +66,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--nodes", type=int, default=0, help="nodes (default: cluster.slurm.nodes)")
     add("--gpus-per-node", type=int, default=0, help="GPUs of a node (default: cluster.slurm.gpus_per_node, or 8)")
-    add("--gpu", choices=sorted(GPUS), default="h100", help="kind of GPU (default: h100)")
+    add("--gpu", choices=sorted(GPUS), default="", help="kind of GPU (default: cluster.slurm.gpu, or h100)")
     add("--host-gib", type=float, default=0, help="host memory of a node (default: that of the DGX system)")
     add("--shm-gib", type=float, default=0, help="/dev/shm of a node (default: half of the host memory)")
     add("--json", default="", metavar="OUT", help="also write the figures to this file")
@@ -98,9 +99,14 @@ def _option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def gpu_kind(config: RunConfig, options: PlanOptions) -> str:
+    """Name of the planned GPU: `--gpu`, else `cluster.slurm.gpu`, else h100."""
+    return options.gpu or config.cluster.slurm.gpu or "h100"
+
+
 def planned_nodes(config: RunConfig, options: PlanOptions) -> tuple[NodeResources, ...]:
     """The nodes that the options describe."""
-    gpu, slurm = GPUS[options.gpu], config.cluster.slurm
+    gpu, slurm = GPUS[gpu_kind(config, options)], config.cluster.slurm
     host_bytes = int(options.host_gib * _GIB) or gpu.host_bytes
     return tuple(
         NodeResources(
@@ -130,7 +136,7 @@ def planned(config: RunConfig, options: PlanOptions) -> tuple[Report, StepEstima
     fitted = fit(config, spec, nodes, problems)
     format = WeightFormat.of(config.engine)
     report = Report(
-        gpu=GPUS[options.gpu],
+        gpu=GPUS[gpu_kind(config, options)],
         nodes=nodes,
         fitted=fitted,
         problems=tuple(problems),
@@ -178,7 +184,7 @@ def assumptions(config: RunConfig, options: PlanOptions, gpus_per_node: int) -> 
             "emits; raise it"
         )
     return Assumptions(
-        gpu=GPUS[options.gpu],
+        gpu=GPUS[gpu_kind(config, options)],
         gpus_per_node=gpus_per_node,
         lengths=lengths,
         product_share=options.product_share,

@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from launcher.checks.expected_nodes import expected_nodes
 from launcher.cluster.addresses import interfaces, node_address, resolve
 from launcher.cluster.job_folder import Head, JobFolder
-from launcher.cluster.node import job_nodes, node_resources
+from launcher.cluster.node import node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
 from launcher.cluster.ray_cluster import SPARE
@@ -82,7 +83,7 @@ def node(config: RunConfig, folder: JobFolder) -> int:
         interface=interface,
         ports=ports,
         head=head,
-        num_cpus=plan(config, job_nodes(slurm, node_resources())).num_actors,
+        num_cpus=plan(config, expected_nodes(slurm, node_resources())).num_actors,
         num_gpus=slurm.gpus_per_node,
         object_store_bytes=config.cluster.object_store_bytes,
         labels=topology_labels(os.environ.get("SLURM_TOPOLOGY_ADDR", "")) | spare,

@@ -14,8 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from launcher.checks.check import check_run
+from launcher.checks.expected_nodes import expected_nodes
 from launcher.cluster.job_folder import VARIABLE, JobFolder
-from launcher.cluster.node import job_nodes, node_resources, package_versions
+from launcher.cluster.node import node_resources, package_versions
 from launcher.cluster.slurm_step import SlurmStep
 from launcher.commands.job_checks import check, choose, reduce
 from launcher.commands.job_state import node_name, say
@@ -78,7 +79,7 @@ def _config_of_step(config: RunConfig, step: SlurmStep) -> RunConfig:
 
 
 def _first(config: RunConfig, folder: JobFolder, step: SlurmStep) -> int:
-    checked = check_run(config, job_nodes(config.cluster.slurm, node_resources()))
+    checked = check_run(config, expected_nodes(config.cluster.slurm, node_resources()))
     for warning in checked.warnings:
         say(f"warning: {warning}")
     _write_files(config, folder, step)

@@ -114,7 +114,7 @@ def _type_name(annotation: object) -> str:
     if not arguments:
         return getattr(annotation, "__name__", str(annotation))
     if all(isinstance(argument, str) for argument in arguments):
-        return " or ".join(f"`{argument}`" for argument in arguments)
+        return " or ".join(f"`{argument}`" for argument in arguments if argument)
     if get_origin(annotation) is tuple:
         return f"list of {_type_name(arguments[0])}"
     if get_origin(annotation) is dict:

@@ -42,8 +42,16 @@ def load(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
 
 
 def resolved_yaml(config: Config) -> str:
-    """Every field of `config`, defaults included, as YAML that `load` reads back to an equal configuration."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, default_flow_style=False, width=120)
+    """Every field of `config`, defaults included, as YAML that `load` reads back to an equal configuration.
+
+    `engine.kv_cache_bytes` is left out where `engine.gpu_memory_fraction` sizes the cache: the file that is read back
+    would name both keys, which a check refuses.
+    """
+    values = config.model_dump(mode="json")
+    engine = values.get("engine")
+    if isinstance(engine, dict) and engine.get("gpu_memory_fraction") is not None:
+        engine.pop("kv_cache_bytes")
+    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False, width=120)
 
 
 def listing(path: str, problems: Sequence[str]) -> str:

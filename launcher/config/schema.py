@@ -166,6 +166,8 @@ class EvalConfig(Config):
     """Scoring of responses."""
     seed: int = Field(default=0, ge=0)
     """Seed of sampling at temperatures above 0."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Tokens that end a response, beside those of the model; `sampling.stop_token_ids` of the run."""
     output: str = ""
     """JSON file for the results, one record per set. Empty: results are only printed."""
     cluster: ClusterConfig = ClusterConfig()
@@ -181,3 +183,5 @@ class ExportConfig(Config):
     """Hugging Face directory to write. It must not exist."""
     step: int = Field(default=-1, ge=-1)
     """Step of the checkpoint. -1 is the newest one."""
+    overrides: tuple[str, ...] = ()
+    """`key=value` for keys `trainer.` and `cluster.` of the run's configuration."""

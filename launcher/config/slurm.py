@@ -30,8 +30,12 @@ class SlurmConfig(Config):
     """Additional nodes to allocate. They replace nodes that fail the checks at the start of the job, or die later."""
     gpus_per_node: int = Field(default=0, ge=0)
     """GPUs of each node."""
+    gpu: Literal["", "a100", "h100", "h200", "b200"] = ""
+    """Kind of these GPUs, for checks before the job has its nodes. Empty: GPUs of 80 GiB; inside an allocation those of
+    this node."""
     cpus_per_node: int = Field(default=0, ge=0)
-    """CPUs of each node. 0 requests whole nodes (`--exclusive`)."""
+    """CPUs of each node. 0 requests whole nodes with all memory (`--exclusive --mem=0`). With a number of CPUs, the job
+    has the partition's default memory unless `extra` has `--mem=...`."""
     partition: str = ""
     """Partition."""
     account: str = ""

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from launcher.checks.check import CheckedRun, check_run
+from launcher.checks.expected_nodes import expected_nodes
 from launcher.checks.further_models import further_specs
 from launcher.checks.health.health_check import HealthCheck, run_checks
 from launcher.checks.health.network import network_line
@@ -30,7 +31,7 @@ from launcher.cluster.health import node_facts, node_needs
 from launcher.cluster.node import NodeResources, cpu_model, node_resources
 from launcher.cluster.pairs import Endpoint
 from launcher.cluster.ports import free_ports
-from launcher.cluster.slurm_step import SlurmStep
+from launcher.cluster.slurm_step import SlurmStep, in_allocation
 from launcher.commands.slurm import recorded_times
 from launcher.config.schema import RunConfig
 from launcher.doctor.log_probabilities import compare_log_probabilities
@@ -72,9 +73,8 @@ def doctor(config: RunConfig, nodes: Sequence[NodeResources] = ()) -> int:
 def doctor_lines(config: RunConfig) -> Iterator[Check]:
     """Lines of all checks in order, each as soon as its check has ended."""
     directory = _existing(Path(config.run_dir))
-    in_job = "SLURM_JOB_ID" in os.environ
     needs = node_needs(config, {})
-    needs = needs if in_job else replace(needs, num_gpus=0)  # a login node has no GPUs
+    needs = needs if in_allocation() else replace(needs, num_gpus=0)  # a login node has no GPUs
     with tempfile.TemporaryDirectory(dir=directory, prefix=".doctor-") as folder:
         facts = node_facts(needs, Path(folder) / "canary")
     step = SlurmStep.of_this_process(facts.node)
@@ -83,14 +83,16 @@ def doctor_lines(config: RunConfig) -> Iterator[Check]:
         return
     if facts.unreadable:
         return
-    checked = check_run(config, [node_resources()])
+    slurm, local = config.cluster.slurm, node_resources()
+    has_gpus = len(local.gpu_bytes) >= slurm.gpus_per_node
+    checked = check_run(config, [local] if slurm.nodes == 1 and has_gpus else expected_nodes(slurm, local))
     needed = checkpoint_bytes(checked.spec, config.trainer, further_specs(config, checked.spec)) * (
         config.checkpoint.keep_last + 1
     )
     yield disk("disk", directory, needed, "free some, or lower `checkpoint.keep_last`")
     yield from run_checks(_run_checks(checked, directory))
-    if config.engine.format == "int8":
-        yield kernels(node_resources(), *cpu_model())
+    if config.engine.format == "int8" and has_gpus:  # a login node does not run the job's kernels
+        yield kernels(local, *cpu_model())
 
 
 def _log_probabilities(config: RunConfig, nodes: Sequence[NodeResources]) -> Iterator[Check]:

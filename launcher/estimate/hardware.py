@@ -95,4 +95,4 @@ GPUS = {
         source="NVIDIA Blackwell architecture brief and DGX B200 datasheet",
     ),
 }
-"""Known GPUs by the name that `--gpu` takes."""
+"""Known GPUs by the name that `--gpu` and `cluster.slurm.gpu` take."""

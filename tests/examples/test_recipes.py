@@ -29,8 +29,8 @@ def test_a_recipe_renders_a_script_for_its_nodes(
     config = load_recipe(name, f"run_dir={tmp_path / 'run'}")
     _, script = prepare(job_config(config))
     assert f"#SBATCH --nodes={config.cluster.slurm.nodes}\n" in script and "#SBATCH --gpus-per-node=8\n" in script
-    assert plan(config, options(name)) == 0
-    assert len(planned_nodes(config, options(name))) == config.cluster.slurm.nodes
+    assert plan(config, options()) == 0
+    assert len(planned_nodes(config, options())) == config.cluster.slurm.nodes
     assert "ESTIMATE" in capsys.readouterr().out
 
 
@@ -110,7 +110,7 @@ BROKEN = {
 def test_a_broken_variant_is_refused_with_key_bound_and_fix(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, overrides, parts = BROKEN[name]
     with pytest.raises(ConfigError) as refused:
-        plan(load_recipe(recipe, *overrides), options(recipe))
+        plan(load_recipe(recipe, *overrides), options())
     assert all(part in str(refused.value) for part in parts), str(refused.value)
 
 
@@ -124,7 +124,7 @@ def test_32b_fits_on_one_node_of_eight_and_a_publish_takes_a_third_of_a_device(
         *("trainer.recompute=full", "engine.tensor_parallel=8", "engine.num_engines=1", "cluster.slurm.nodes=1"),
     )
     recipe = "grpo-qwen3-32b-4n8g"
-    assert plan(load_recipe(recipe, *node, f"publish.transport={transport}"), options(recipe)) == 0
+    assert plan(load_recipe(recipe, *node, f"publish.transport={transport}"), options()) == 0
     device = capsys.readouterr().out.partition("device with a trainer rank")[2].partition("available")[0]
     (total,) = [line.split()[1:] for line in device.splitlines() if line.startswith("sum ")]
     needed = dict(zip(PHASES, map(float, total), strict=True))

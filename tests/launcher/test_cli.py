@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.cli import main
+from launcher.config.schema import ExportConfig
 from tests.support.deadline import DEADLINE_S
 
 Write = Callable[[str], Path]
@@ -82,7 +83,8 @@ def test_overrides_are_accepted_before_and_after_options(
     [
         ["run", "x.yaml", "--drye"],
         ["run", "x.yaml", "--dry-run", "nonsense"],
-        ["export", "a", "b", "seed=1"],
+        ["export", "a", "--steps=1"],
+        ["status", "a", "seed=1"],
         ["stop", "a", "b"],
         [],
     ],
@@ -92,6 +94,21 @@ def test_unknown_arguments_are_refused_with_code_two(arguments: list[str], capsy
         main(arguments)
     assert refused.value.code == 2
     assert "usage: megatron-rl" in capsys.readouterr().err
+
+
+def test_an_export_takes_overrides_of_the_trainer_and_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    exported: list[ExportConfig] = []
+    monkeypatch.setattr("launcher.commands.export.export", exported.append)
+    overrides = ["trainer.parallel.pipeline=1", "cluster.address=auto"]
+    assert main(["export", "run", "out", overrides[0], "--step", "3", overrides[1]]) == 0
+    assert exported == [ExportConfig(run_dir="run", output_dir="out", step=3, overrides=tuple(overrides))]
+
+
+@pytest.mark.parametrize("override", ["seed=1", "model=x", "trainer={}"])
+def test_an_export_refuses_overrides_of_other_keys(override: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["export", "run", "out", "trainer.parallel.pipeline=1", override]) == 2
+    error = capsys.readouterr().err
+    assert f"override `{override}`: an export takes keys of `trainer.` and `cluster.` only" in error
 
 
 def test_a_missing_configuration_file_is_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,8 @@ from launcher.checks.kv_cache import GRAIN_BYTES, cache_problems, sized
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import plan
 from launcher.commands.plan import planned_nodes
+from launcher.commands.slurm import job_config
+from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.run_tables import run_tables
@@ -81,3 +83,14 @@ def test_both_keys_and_a_machine_without_gpus_are_refused() -> None:
     both, no_gpu = cache_problems(config, none)
     assert "both size the KV cache; remove one of them" in both
     assert "no GPU; set `engine.kv_cache_bytes` instead" in no_gpu
+
+
+def test_a_job_reads_back_a_configuration_whose_cache_takes_a_share_of_the_device(tmp_path: Path) -> None:
+    """Also without the bytes that the user has not named."""
+    run, nodes = planned(0.9)
+    given = run.config.engine.model_dump(exclude={"kv_cache_bytes"})
+    config = RunConfig.model_validate(run.config.model_dump() | {"engine": given})
+    path = tmp_path / "config.yaml"
+    path.write_text(resolved_yaml(job_config(config)), encoding="utf-8")
+    again = load(RunConfig, str(path), [])
+    assert again == job_config(config) and cache_problems(again, nodes[0]) == []

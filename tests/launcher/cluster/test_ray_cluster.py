@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -16,6 +17,7 @@ from launcher.cluster.node import RAY_START_TRIES
 from launcher.cluster.processes import Processes
 from launcher.cluster.ray_cluster import natural_order, start_ray
 from launcher.config.schema import ClusterConfig
+from launcher.errors import ConfigError
 from rollout.failures import DeadlineError
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
@@ -32,7 +34,7 @@ def test_a_cluster_without_a_registered_node_is_joined_again_until_it_has_one(mo
     def init(*, address: str) -> None:
         tries.append(address)
         if len(tries) < 3:
-            raise RuntimeError("No node info found matching attributes: ''")
+            raise ConnectionError("Failed to connect to Ray cluster") from RuntimeError("No node info found matching")
         if address == "broken":
             raise RuntimeError("another message")
 
@@ -43,6 +45,37 @@ def test_a_cluster_without_a_registered_node_is_joined_again_until_it_has_one(mo
     assert tries == ["10.0.0.1:6379"] * 3
     with pytest.raises(RuntimeError, match="another message"):
         ray_cluster._join("broken")
+
+
+def failing_init(message: str, cause: str) -> Callable[..., None]:
+    """Fails as `ray.init` does, which wraps errors of a join."""
+
+    def init(*, address: str) -> None:
+        raise ConnectionError(message) from RuntimeError(cause)
+
+    return init
+
+
+def test_an_address_where_no_cluster_answers_is_an_error_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        ray_cluster, "_init", failing_init("Failed to connect to Ray cluster", "Failed to connect to GCS")
+    )
+    with pytest.raises(
+        ConfigError, match=r"no Ray cluster answers at `cluster\.address` = 10\.0\.0\.1:6379: .*Start Ray"
+    ):
+        ray_cluster._join("10.0.0.1:6379")
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.2:6379")
+    with pytest.raises(ConfigError, match=r"`cluster\.address` = auto \(RAY_ADDRESS = 10\.0\.0\.2:6379\)"):
+        ray_cluster._join("auto")
+
+
+def test_a_machine_whose_node_never_registers_is_named_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "_init", failing_init("Failed to connect to Ray cluster", "No node info found"))
+    monkeypatch.setattr(ray_cluster, "JOIN_TIMEOUT_S", -1.0)
+    with pytest.raises(
+        DeadlineError, match=r"Ray on this machine to register at `cluster\.address` = 10\.0\.0\.1:6379"
+    ):
+        ray_cluster._join("10.0.0.1:6379")
 
 
 def test_a_local_ray_that_is_late_is_started_again_and_any_other_error_ends_the_start(

@@ -81,6 +81,15 @@ def test_the_plan_of_a_run_that_fits_has_memory_and_time(plan: Plan, capsys: pyt
     assert "lengths: assumed; state them, or name a run by --lengths" in lines
 
 
+def test_the_kind_of_gpu_is_that_of_the_option_then_that_of_the_job(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan("cluster.slurm.gpu=h200") == 0
+    assert "8 x H200 141GB SXM" in capsys.readouterr().out
+    assert plan("cluster.slurm.gpu=h200", "--gpu", "b200") == 0
+    assert "8 x B200 180GB SXM" in capsys.readouterr().out
+
+
 def test_figures_for_machines_are_stable_and_add_up(plan: Plan, tmp_path: Path) -> None:
     texts = []
     for name in ("one.json", "two.json"):

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from launcher.checks.preflight import Check
 from launcher.cli import main
 from launcher.cluster.health import NodeFacts
+from launcher.cluster.node import NodeResources
 from launcher.doctor import command as doctor
 from tests.launcher.conftest import write_weights
 from tests.support.byte_tokenizer import write_byte_tokenizer
@@ -89,6 +91,37 @@ def test_a_blocked_port_is_one_red_line(
 ) -> None:
     monkeypatch.setattr("launcher.cluster.pairs._connects", lambda file: False)
     assert red(config, capsys) == (2, ["network"])
+
+
+def node_with(num_gpus: int) -> NodeResources:
+    return NodeResources(cpu_cores=64, available_bytes=1 << 40, gpu_bytes=(80 << 30,) * num_gpus)
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "overrides"),
+    [
+        (8, ["cluster.slurm.nodes=2", "trainer.parallel.data=16"]),
+        (0, ["trainer.parallel.data=8"]),
+    ],
+    ids=["several nodes", "a login node"],
+)
+def test_a_run_that_this_machine_does_not_hold_is_placed_on_the_nodes_of_its_job(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    num_gpus: int,
+    overrides: list[str],
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(doctor, "node_resources", lambda: node_with(num_gpus))
+    batch = ["algorithm.prompts_per_step=16", "algorithm.group_size=4"]
+    overrides = [*overrides, *batch, "engine.format=int8", "cluster.slurm.gpus_per_node=8"]
+    monkeypatch.setattr(doctor, "kernels", lambda *_: Check(name="kernels", value="exact"))
+    code = main(["doctor", str(config), *overrides])
+    printed = capsys.readouterr()
+    lines = [line.split()[1] for line in printed.out.splitlines()]
+    assert "tokenizer" in lines and ("kernels" in lines) == (num_gpus > 0), printed.err
+    assert code == 0
 
 
 def test_a_configuration_that_cannot_run_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,11 @@
+from typing import get_args
+
+from launcher.config.slurm import SlurmConfig
 from launcher.estimate.hardware import GPUS
+
+
+def test_the_configuration_names_every_gpu() -> None:
+    assert set(get_args(SlurmConfig.model_fields["gpu"].annotation)) == {"", *GPUS}
 
 
 def test_peaks_are_those_of_dense_products_and_links_of_one_direction() -> None:

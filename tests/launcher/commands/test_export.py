@@ -1,0 +1,103 @@
+"""An export of a run that had another cluster: where its trainer starts, and under which partition."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from launcher.cluster.node import NodeResources
+from launcher.commands import export as command
+from launcher.config.loading import load, resolved_yaml
+from launcher.config.schema import ClusterConfig, ExportConfig, RunConfig
+from launcher.errors import ConfigError
+from megatron_rl.config import ParallelConfig
+from megatron_rl.ranks import TrainerRank
+from megatron_rl.trainer.messages import TrainerSpec
+
+NODE = NodeResources(cpu_cores=8, available_bytes=16 << 30, gpu_bytes=())
+JOB = """
+trainer:
+  parallel: {tensor: 1, pipeline: 2, data: 2}
+cluster: {address: auto, min_nodes: 2, max_nodes: 2}
+"""
+
+
+class Started:
+    """Stands for the processes of an export, and for its trainer; keeps what they were started with."""
+
+    cluster: ClusterConfig
+    placed: Mapping[str, int]
+    parallel: ParallelConfig
+    num_ranks: int
+    calls: list[tuple[str, str]]
+
+    @contextmanager
+    def processes(
+        self,
+        cluster: ClusterConfig,
+        *,
+        num_actors: int,
+        log_dir: Path | None,
+        nodes: Sequence[NodeResources],
+        placed: Mapping[str, int],
+    ) -> Iterator["Started"]:
+        self.cluster, self.placed, self.calls = cluster, placed, []
+        yield self
+
+    def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> "Started":
+        self.parallel, self.num_ranks = spec.config.parallel, len(ranks)
+        return self
+
+    def load(self, path: str) -> None:
+        self.calls.append(("load", path))
+
+    def export(self, path: str) -> None:
+        self.calls.append(("export", path))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    started = Started()
+    monkeypatch.setattr(command, "processes", started.processes)
+    monkeypatch.setattr(command, "node_resources", lambda: NODE)
+    monkeypatch.setattr(command, "joined_nodes", lambda cluster: pytest.fail("it joined a cluster"))
+    return started
+
+
+@pytest.fixture
+def run_dir(write_config: Callable[[str], Path], tmp_path: Path) -> Path:
+    """The directory of a run of a SLURM job with two nodes and four trainer ranks, which has saved step 3."""
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints" / "3").mkdir(parents=True)
+    (run_dir / "config.yaml").write_text(resolved_yaml(load(RunConfig, write_config(JOB))))
+    return run_dir
+
+
+def export(run_dir: Path, *overrides: str) -> None:
+    command.export(ExportConfig(run_dir=str(run_dir), output_dir=str(run_dir.parent / "out"), overrides=overrides))
+
+
+def test_a_run_of_a_job_is_exported_on_this_machine_by_one_replica(started: Started, run_dir: Path) -> None:
+    export(run_dir)
+    assert (started.cluster.address, started.cluster.min_nodes, started.cluster.max_nodes) == ("local", 1, 0)
+    assert started.parallel == ParallelConfig(pipeline=2) and started.num_ranks == 2
+    checkpoint, target = str(run_dir / "checkpoints" / "3" / "trainer"), str(run_dir.parent / "out")
+    assert started.calls == [("load", checkpoint), ("export", target)]
+
+
+def test_overrides_name_the_partition_and_a_running_cluster(
+    started: Started, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = [NodeResources(cpu_cores=8, available_bytes=1, gpu_bytes=(), name=name) for name in ("a", "b")]
+    monkeypatch.setattr(command, "joined_nodes", lambda cluster: joined)
+    export(run_dir, "cluster.address=auto", "trainer.parallel.pipeline=1", "trainer.parallel.data=4")
+    assert (started.cluster.address, started.cluster.min_nodes) == ("auto", 1)
+    assert started.parallel == ParallelConfig(data=4) and set(started.placed) == {"a", "b"}
+
+
+def test_an_impossible_partition_is_refused(started: Started, run_dir: Path) -> None:
+    with pytest.raises(ConfigError, match="tensor = 3 does not divide the model's 4 attention heads"):
+        export(run_dir, "trainer.parallel.tensor=3")
+    with pytest.raises(ConfigError, match=r"unknown key `trainer\.parallel\.pipelines`; did you mean"):
+        export(run_dir, "trainer.parallel.pipelines=1")
