@@ -28,7 +28,7 @@ def planned(fraction: float | None, **keys: str | int) -> tuple[PlannedRun, tupl
     config = load_recipe(RECIPE, *overrides)
     engine = config.engine.model_dump(exclude={"kv_cache_bytes"}) | {"gpu_memory_fraction": fraction}
     config = RunConfig.model_validate(config.model_dump() | {"engine": engine})
-    nodes = planned_nodes(config, options(RECIPE))
+    nodes = planned_nodes(config, options())
     spec = read_model_spec(Path(config.model))
     return PlannedRun(config=config, spec=spec, placement=plan(config, nodes)), nodes
 
