@@ -87,6 +87,10 @@ class StepLostError(EnginesLostError):
     """
 
 
+class TokensLostError(PlacedError):
+    """Sampled tokens were in the memory of a node that is lost."""
+
+
 class DeadlineError(PlacedError):
     """An answer did not come in time; the message names the waiting process, the late one and the seconds."""
 

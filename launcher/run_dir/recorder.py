@@ -78,6 +78,8 @@ class RunRecorder:
         self._pending: ray.ObjectRef | None = None
         self._writers: set[ProcessId] = set()
         """Processes of the text actor that have written samples."""
+        self._num_lost_samples = 0
+        """Steps whose samples nobody could write, because their tokens were lost with a node."""
         self._unlogged: tuple[int, dict[str, float]] | None = None
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
@@ -110,6 +112,7 @@ class RunRecorder:
             **self._timeline.close(ended_s, metrics["timing_s/step"]),
             **self._saves.metrics(),
             "reward/text_actor_restarts": float(max(0, len(self._writers) - 1)),
+            "reward/steps_without_samples": float(self._num_lost_samples),
         }
         if self._baseline_engines:
             metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._baseline_engines))}
@@ -169,7 +172,12 @@ class RunRecorder:
             self._progress.say(f"{named} {why} and is restarted")
             if folders := self._heartbeat.end():
                 self._progress.say(f"the stacks of the text actor are in {', '.join(folders)}")
-        written: WrittenSamples = ray.get(writing)
+        try:
+            written: WrittenSamples = ray.get(writing)
+        except ray.exceptions.ObjectLostError:
+            self._num_lost_samples += 1
+            self._progress.say("the samples of a step were lost with a node before they were written")
+            return []
         self._writers.add(written.process)
         self._heartbeat.note(written.process)
         return [dict(row) for row in written.rows]

@@ -11,19 +11,29 @@ at a time uses the pool; `run_in_background` lends it to a thread of its own.
 
 Groups survive the death of their engine. Where the engine's actor lives on, its groups return with their tokens and
 continue on another engine. Where the actor died too, they begin again at the prompt with the same seeds. If no engine
-is left, `revive` restarts one.
+is left, `revive` restarts one. A group whose tokens were lost with a node is sampled again from its prompt.
 
 An engine without work, while no group waits, may take over a running group of another engine
 (`rollout.pool.migration_survey`): the group is aborted there and continues here with its tokens.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import ray
 
-from rollout.failures import CallError, EnginesLostError, Place, ProcessLostError, StepLostError, brief, node_of
+from rollout.failures import (
+    CallError,
+    EnginesLostError,
+    Place,
+    ProcessLostError,
+    StepLostError,
+    TokensLostError,
+    brief,
+    node_of,
+)
 from rollout.group_parts import most_parts, num_parts
 from rollout.planning.dispatcher import Dispatcher
 from rollout.planning.migration import GroupMigration
@@ -38,6 +48,8 @@ from rollout.pool.scorer_pool import ScorerPool
 from rollout.pool.seat_assignment import assign_seats
 from rollout.pool.seat_counts import SeatCounts
 from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup, WorkerEvents
+
+_log = logging.getLogger(__name__)
 
 _POLL_S = 0.2
 _CANCEL_TIMEOUT_S = 60.0
@@ -343,6 +355,15 @@ class EnginePool:
                 Place(role="engine", ranks=lost, node="" if error is None else node_of(error)),
             ) from error
 
+    def _check_tokens(self, group_id: GroupId, error: Exception) -> None:
+        """Say that a group's tokens are lost; StepLostError in a deterministic run, whose groups share forwards."""
+        why = f"the tokens of group {group_id} were lost with a node"
+        if self._whole_step:
+            raise StepLostError(
+                f"{why}, and a deterministic run samples the whole step again", Place(role="engine")
+            ) from error
+        _log.warning("%s; it is sampled again", why)
+
     def _lose_caller(self, item: Generating, error: Exception) -> None:
         """The engine of a group has died; nothing if another one has taken its number since."""
         if self._engines.incarnations[item.engine] == item.incarnation:
@@ -378,6 +399,14 @@ class EnginePool:
             self._lose_caller(item, error)
             self._reissue(ref, group_id, None)
             return
+        except ray.exceptions.ObjectLostError as error:  # tokens to continue were on a lost node: the call never began
+            self.migration.returned(group_id, resumable=False)
+            self._check_tokens(group_id, error)
+            self._seats.take_back(item.engine, len(item.group.seeds))
+            # what was asked for free seats counted the group
+            self._seat_calls = {call: engine for call, engine in self._seat_calls.items() if engine != item.engine}
+            self._reissue(ref, group_id, None)
+            return
         except ray.exceptions.RayError as error:
             raise _failed(item.engine, f"group {group_id}", error) from error
         sampled = Sampled(summary=summary, columns=item.columns[: num_parts(summary.lengths)])
@@ -402,7 +431,14 @@ class EnginePool:
         self._dispatcher.requeue(group_id)
 
     def _finish_scoring(self, ref: ray.ObjectRef) -> None:
-        scored = self._scorers.finish(ref, self._places.scoring[ref])
+        try:
+            scored = self._scorers.finish(ref, self._places.scoring[ref])
+        except TokensLostError as error:
+            group = self._places.lose(ref)
+            self._check_tokens(group.group_id, error)
+            self.num_reissued += 1
+            self._dispatcher.admit(self._over_all([group], None))
+            return
         self._places.complete(ref, scored)
         if self._batches is not None and scored.group.purpose == TRAIN:
             self._batches.completed(scored)

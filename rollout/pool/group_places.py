@@ -2,9 +2,11 @@
 
     admit -> waiting -- start --> generating -- submit --> scoring -- complete --> scored -- take -->
                 ^                      |
-                +------ interrupt -----+
+                +------ interrupt -----+         |
+                +------------- lose -------------+
 
-An interrupted group waits again, with the responses that its engine returned or with none.
+An interrupted group waits again, with the responses that its engine returned or with none. A group whose tokens were
+lost with their node waits again with none.
 
 Invariant (`check_integrity`): a group is in exactly one place. Each method moves a group by one place and raises
 KeyError where the group is not in the place that it should leave.
@@ -105,6 +107,12 @@ class GroupPlaces:
         """A scorer begins with a group whose engine has finished."""
         item = self.generating.pop(call)
         self.scoring[scoring] = Scoring(group=item.group, sampled=sampled, scorer=scorer)
+
+    def lose(self, call: Call) -> PromptGroup:
+        """The tokens of a group are lost before it was scored: it waits again, and begins at the prompt."""
+        group = self.scoring.pop(call).group
+        self.waiting[group.group_id] = Waiting(group=group)
+        return group
 
     def complete(self, call: Call, scored: ScoredGroup) -> None:
         """A scorer has finished a group."""

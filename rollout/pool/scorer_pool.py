@@ -16,6 +16,7 @@ from rollout.failures import (
     PlacedError,
     ProcessLostError,
     RewardBrokenError,
+    TokensLostError,
     brief,
     node_of,
 )
@@ -83,6 +84,7 @@ class ScorerPool:
         Raises:
             RewardBrokenError: the reward function fails for every response.
             ProcessLostError: the scorer's process ended.
+            TokensLostError: the node that held the group's tokens is lost.
             CallError: the scorer raised something else.
         """
         self._num_pending[item.scorer] -= 1
@@ -134,4 +136,6 @@ class ScorerPool:
 def _kind(error: ray.exceptions.RayError) -> type[PlacedError]:
     if isinstance(error, RewardBrokenError):
         return RewardBrokenError
+    if isinstance(error, ray.exceptions.ObjectLostError):
+        return TokensLostError
     return ProcessLostError if isinstance(error, ray.exceptions.RayActorError) else CallError

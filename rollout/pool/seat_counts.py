@@ -8,7 +8,7 @@ Invariant (`check_integrity`): an engine has ended at most the responses that th
 
 
 class SeatCounts:
-    """Seats of all engines. `begin`, `report` and `reset` mutate."""
+    """Seats of all engines. `begin`, `take_back`, `report` and `reset` mutate."""
 
     def __init__(self, num_engines: int, *, seats_per_engine: int) -> None:
         self.seats_per_engine = seats_per_engine
@@ -30,6 +30,10 @@ class SeatCounts:
     def begin(self, engine: int, num_responses: int) -> None:
         """The pool has begun responses on an engine."""
         self._begun[engine] += num_responses
+
+    def take_back(self, engine: int, num_responses: int) -> None:
+        """Responses that were begun never reached the engine, which will not count them."""
+        self._begun[engine] -= num_responses
 
     def report(self, engine: int, num_ended: int) -> None:
         """An engine has ended so many responses since its start.

@@ -32,6 +32,10 @@ class ActorDiedError(RayError):
     pass
 
 
+class ObjectLostError(RayError):
+    pass
+
+
 @dataclass(eq=False)
 class Ref:
     """A call's result: a value, or an exception, once `is_ready`."""
@@ -49,6 +53,7 @@ class FakeRay:
     class exceptions:  # noqa: N801
         RayError = RayError
         RayActorError = ActorDiedError
+        ObjectLostError = ObjectLostError
 
     def wait(self, refs, *, num_returns=1, timeout=None, fetch_local=False):
         del fetch_local
@@ -86,6 +91,8 @@ class Engine:
     asked: list = field(default_factory=list)
     surveys: list = field(default_factory=list)
     aborting: list = field(default_factory=list)
+    returned: list = field(default_factory=list)
+    """Columns that are in the memory of this engine's node."""
 
     @property
     def generate_group(self):
@@ -134,6 +141,10 @@ class Engine:
         if not self.is_alive:
             refs[0].is_ready, refs[0].value = True, ActorDiedError("gone")
             return refs
+        if columns is not None and columns in self.world.lost:  # Ray cannot give the call its arguments
+            self.world.num_lost += 1
+            refs[0].is_ready, refs[0].value = True, ObjectLostError("gone")
+            return refs
         had = [False] * SIZE if summary is None else [r is not FinishReason.ABORT for r in summary.finish_reasons]
         self.world.begun(group.group_id, sum(had))
         self.ended += sum(had)
@@ -171,7 +182,8 @@ class Engine:
         self._answer()
 
     def _return(self, group_id, fault=""):
-        ref, _, had = self.running.pop(group_id)
+        ref, columns, had = self.running.pop(group_id)
+        self.returned.append(columns)
         reasons = tuple(FinishReason.STOP if ended else FinishReason.ABORT for ended in had)
         ref.is_ready = True
         ref.value = replace(TEMPLATE.summary, group_id=group_id, finish_reasons=reasons, fault=fault)
@@ -192,6 +204,8 @@ class Engine:
         for ref in [*(ref for _, ref in self.asked), *self.surveys]:
             ref.is_ready, ref.value = True, ActorDiedError("killed")
         self.aborting = []
+        if self.world.generator.random() < 0.5:  # its node has died too, with the tokens that it has returned
+            self.world.lost |= set(self.returned)
 
 
 @dataclass
@@ -203,6 +217,10 @@ class World:
     num_deaths: int = 0
     num_aborted: int = 0
     num_moved: int = 0
+    lost: set = field(default_factory=set)
+    """Columns that were lost with a node."""
+    num_lost: int = 0
+    """Calls whose columns were lost."""
     num_kept: int = 0
     """Responses that had ended before their group went on elsewhere."""
 
@@ -221,9 +239,13 @@ class World:
             return
         draw = self.generator.random()
         if self.scores and (draw < 0.1 or not busy):
-            ref = self.scores.pop(self.generator.randrange(len(self.scores)))
+            ref, parts = self.scores.pop(self.generator.randrange(len(self.scores)))
             ref.is_ready = True
-            ref.value = scorer_answer([Score(reward=1.0, status=ScoreStatus.OK)] * SIZE)
+            if any(part in self.lost for part in parts):
+                self.num_lost += 1
+                ref.value = ObjectLostError("gone")
+            else:
+                ref.value = scorer_answer([Score(reward=1.0, status=ScoreStatus.OK)] * SIZE)
         elif busy and draw < 0.996:
             self.generator.choice(busy).end_one()
         elif busy and draw < 0.998:
@@ -242,9 +264,9 @@ class World:
         return self.generator.choice(groups) if groups and self.generator.random() < 0.5 else None
 
     def score(self, group, *parts):
-        del group, parts
-        self.scores.append(Ref())
-        return self.scores[-1]
+        del group
+        self.scores.append((Ref(), parts))
+        return self.scores[-1][0]
 
     def alive(self):
         answer = Ref()
@@ -423,4 +445,5 @@ def refilled_run(world: World, generator: random.Random) -> None:
 if __name__ == "__main__":
     done = stress(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
     print(f"{done.num_events} events: {done.num_aborted} groups aborted, {done.num_deaths} engines lost, ", end="")
-    print(f"{done.num_moved} groups moved, {done.num_kept} responses kept over a loss or a move")
+    print(f"{done.num_moved} groups moved, {done.num_kept} responses kept over a loss or a move, ", end="")
+    print(f"{done.num_lost} calls whose tokens were lost")

@@ -103,6 +103,28 @@ def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, mon
     assert [data.get("reward/mean") for _, data in run.logged] == [0.1, 0.2, None]
 
 
+def test_samples_that_were_lost_with_a_node_are_counted_and_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = ProcessId(node_id="n", pid=7, created_s=0.0)
+
+    def get(ref: str) -> ProcessId:
+        if ref == "samples":
+            raise ray.exceptions.ObjectLostError("id", None, "")
+        return process
+
+    monkeypatch.setattr(ray, "get", get)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+    run = WandbRun()
+    with RunDirectory(str(tmp_path / "run")) as directory:
+        recorder = recorder_of(directory, run, RunProgress(2))
+        for step in range(3):
+            recorder.on_step(step, {"timing_s/step": 1.0}, [])  # waits for the samples of the step before
+        recorder.finish()
+    lost = [data["reward/steps_without_samples"] for _, data in run.logged if "timing_s/step" in data]
+    assert lost == [0.0, 0.0, 1.0]
+
+
 class Lines(RunProgress):
     """A console that keeps its lines about the text actor."""
 

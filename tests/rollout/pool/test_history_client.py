@@ -171,7 +171,7 @@ class Calm(World):
     def happen(self):
         busy = [engine for engine in self.engines.actors if engine.running]
         if self.scores and (not busy or self.generator.random() < 0.1):
-            ref = self.scores.pop()
+            ref, _ = self.scores.pop()
             ref.is_ready, ref.value = True, scorer_answer([Score(reward=1.0, status=ScoreStatus.OK)] * SIZE)
         else:
             self.generator.choice(busy).end_one()

@@ -10,3 +10,4 @@ def test_every_group_is_trained_on_once_while_engines_die_and_restart(monkeypatc
     world = stress(20_000, seed, monkeypatch)
     assert world.num_deaths > 10
     assert world.num_kept > 10
+    assert world.num_lost > 10

@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
+import ray
 
+from rollout.failures import TokensLostError
 from rollout.pool import heartbeat, scorer_pool
 from rollout.pool.group_places import Sampled, Scoring
 from rollout.pool.heartbeat import Heartbeat
@@ -84,6 +86,18 @@ def test_events_of_workers_add_up_over_answers_and_scorers(answers: Answers) -> 
         answers.answer = answer(number, **given)
         finish(pool, number, 1)
     assert pool.events == WorkerEvents(num_restarts=3, num_strays=3)
+
+
+def test_tokens_that_were_lost_with_a_node_are_no_failure_of_the_scorer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says so by an error that is of a task and of a lost object."""
+    lost = ray.exceptions.ObjectLostError("id", None, "")
+    error = ray.exceptions.RayTaskError("score", "traceback", lost).as_instanceof_cause()
+    pool = ScorerPool([Scorer()], timeout_s=9.0)
+    pool.submit(group_of(2), [])
+    monkeypatch.setattr(scorer_pool.ray, "get", lambda ref: (_ for _ in ()).throw(error))
+    with pytest.raises(TokensLostError, match="scoring of group 0 failed"):
+        finish(pool, 0, 2)
+    assert pool.num_restarts == 0
 
 
 def test_a_scorer_is_not_judged_by_time_in_which_nobody_waited_for_it(
