@@ -158,3 +158,4 @@ def test_processes_run_in_the_bundle_of_their_node_until_another_node_replaces_i
     assert answer["replaced"] == ["node2", "node1"] and answer["right place"]
     assert answer["gone afterwards"] == []
     assert answer["scorer"] and answer["scorer afterwards"], "Ray restarts a scorer on a node that is left"
+    assert answer["lost tokens"] == "TokensLostError", "so that the pool samples the group again"

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import ray
 from ray.cluster_utils import Cluster
 
@@ -21,6 +22,7 @@ from launcher.cluster.ray_cluster import joined_nodes, reserve
 from launcher.config.schema import ClusterConfig
 from rollout.config import RewardConfig
 from rollout.failures import DeadlineError
+from rollout.pool import scorer_pool
 from rollout.types import ScorerAnswer
 from tests.support.byte_tokenizer import write_byte_tokenizer
 from tests.support.deadline import DEADLINE_S
@@ -35,12 +37,20 @@ class Probe:
     def node_id(self) -> str:
         return str(ray.get_runtime_context().get_node_id())
 
+    def tokens(self) -> np.ndarray:
+        """More than Ray passes to the caller, so that they stay in the memory of this node."""
+        return np.zeros(1 << 20, dtype=np.uint8)
+
+
+def start_probe(running: Processes, node: str) -> ray.actor.ActorHandle:
+    """An actor in the bundle of `node`."""
+    strategy = running._strategy(node)
+    return ray.remote(Probe).options(num_cpus=running._num_cpus, scheduling_strategy=strategy).remote()
+
 
 def probe(running: Processes, node: str) -> str:
     """Ray's id of the node on which an actor in the bundle of `node` runs."""
-    strategy = running._strategy(node)
-    actor = ray.remote(Probe).options(num_cpus=running._num_cpus, scheduling_strategy=strategy).remote()
-    return str(ray.get(actor.node_id.remote()))
+    return str(ray.get(start_probe(running, node).node_id.remote()))
 
 
 def refusal(call: Callable[[], object]) -> str:
@@ -57,6 +67,15 @@ def score(scorer: ray.actor.ActorHandle) -> str:
     made = scored_group(0)
     answer: ScorerAnswer = ray.get(scorer.score.remote(made.group, *made.columns), timeout=DEADLINE_S)
     return answer.process.node_id
+
+
+def failure(scorer: ray.actor.ActorHandle, tokens: ray.ObjectRef) -> str:
+    """Kind of the failure of a scorer that is given these tokens."""
+    try:
+        ray.get(scorer.score.remote(scored_group(0).group, tokens), timeout=DEADLINE_S)
+    except ray.exceptions.RayError as error:
+        return scorer_pool._kind(error).__name__
+    return ""
 
 
 def after_a_loss(running: Processes, cluster: Cluster, node: object) -> dict[str, object]:
@@ -125,8 +144,12 @@ def main() -> None:
             write_byte_tokenizer(Path(folder))
             (scorer,) = running.start_text_processes(folder, RewardConfig(), ["node9"]).scorers
             answer["scorer"] = score(scorer) == ids["node9"]
+            holder = start_probe(running, "node9")
+            tokens = holder.tokens.remote()
+            ray.wait([tokens], fetch_local=False)
             answer |= after_a_loss(running, cluster, node9)
             answer["scorer afterwards"] = score(scorer) in {ids["node2"], running.reservation.node_ids["node1"]}
+            answer["lost tokens"] = failure(scorer, tokens)
     cluster.shutdown()
     print(json.dumps(answer))
 
