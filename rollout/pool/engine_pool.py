@@ -340,6 +340,16 @@ class EnginePool:
             raise _failed(engine, "ended_at_least", error) from error
         self._seats.report(engine, num_ended)
 
+    def _forget_seat_calls(self, engine: int) -> None:
+        """What an engine was asked about free seats counts responses that it will not end."""
+        self._seat_calls = {ref: number for ref, number in self._seat_calls.items() if number != engine}
+
+    def _take_back_seats(self, item: Generating) -> None:
+        """A group never reached its engine; nothing if the engine was lost since, so that its seats were reset."""
+        if item.engine not in self._closed and self._engines.incarnations[item.engine] == item.incarnation:
+            self._seats.take_back(item.engine, len(item.group.seeds))
+            self._forget_seat_calls(item.engine)
+
     def _lose(self, engine: int, error: Exception) -> None:
         """Mark an engine as lost; StepLostError in a deterministic run."""
         self._engines.mark_lost(engine, brief(error))
@@ -381,7 +391,7 @@ class EnginePool:
         self._incarnations = now
         for engine in (lost | replaced) - self._closed:
             self._dispatcher.close(engine)
-            self._seat_calls = {ref: number for ref, number in self._seat_calls.items() if number != engine}
+            self._forget_seat_calls(engine)
             self._seats.reset(engine)
             self._survey.lost(engine)
         for engine in (self._closed | replaced) - lost:
@@ -402,9 +412,7 @@ class EnginePool:
         except ray.exceptions.ObjectLostError as error:  # tokens to continue were on a lost node: the call never began
             self.migration.returned(group_id, resumable=False)
             self._check_tokens(group_id, error)
-            self._seats.take_back(item.engine, len(item.group.seeds))
-            # what was asked for free seats counted the group
-            self._seat_calls = {call: engine for call, engine in self._seat_calls.items() if engine != item.engine}
+            self._take_back_seats(item)
             self._reissue(ref, group_id, None)
             return
         except ray.exceptions.RayError as error:

@@ -178,6 +178,7 @@ class Engine:
             return
         self.ended += self.running[group_id][2].count(False)
         self.world.num_aborted += 1
+        self.world.aborted.add(self.running[group_id][1])
         self._return(group_id)
         self._answer()
 
@@ -219,6 +220,8 @@ class World:
     num_moved: int = 0
     lost: set = field(default_factory=set)
     """Columns that were lost with a node."""
+    aborted: set = field(default_factory=set)
+    """Columns of groups that were aborted for good."""
     num_lost: int = 0
     """Calls whose columns were lost."""
     num_kept: int = 0
@@ -243,6 +246,7 @@ class World:
             ref.is_ready = True
             if any(part in self.lost for part in parts):
                 self.num_lost += 1
+                self.num_aborted -= any(part in self.aborted for part in parts)  # the group begins again, whole
                 ref.value = ObjectLostError("gone")
             else:
                 ref.value = scorer_answer([Score(reward=1.0, status=ScoreStatus.OK)] * SIZE)
