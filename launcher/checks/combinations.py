@@ -126,6 +126,12 @@ def _publish(config: RunConfig) -> list[str]:
             "`engine.kv_format` = fp8 with `publish.in_flight` = keep_kv: a publish sets new scales, and codes of the "
             "old ones would be read with them; set in_flight to recompute, or kv_format to bf16"
         )
+    if config.engine.sleep_level and config.publish.in_flight != "recompute":
+        problems.append(
+            f"`publish.in_flight` = {config.publish.in_flight} with `engine.sleep_level` = "
+            f"{config.engine.sleep_level}: an engine that sleeps frees all keys and values before the publish, so "
+            "running responses are recomputed; set in_flight to recompute, or sleep_level to 0"
+        )
     if config.publish.delta and config.publish.transport in ("shm", "cuda_ipc"):
         problems.append(
             f"`publish.delta` = true with `publish.transport` = {config.publish.transport}: engines map the trainer's "

@@ -25,7 +25,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES, NodeResources, node_resources
-from launcher.cluster.ray_limits import end_ray, kill_families, limited_start
+from launcher.cluster.ray_limits import await_listener, end_ray, kill_families, limited_start
 from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError, Terminated
 from rollout.failures import DeadlineError, ProcessLostError
@@ -131,6 +131,10 @@ def _join(address: str) -> None:
         ConfigError: no Ray cluster answers there.
         DeadlineError: no node of this machine has registered in `JOIN_TIMEOUT_S`.
     """
+    try:
+        await_listener(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
+    except ConnectionError as error:
+        raise ConfigError(_no_answer(address, error)) from error
     deadline = time.monotonic() + JOIN_TIMEOUT_S
     while True:
         try:

@@ -1,14 +1,17 @@
-"""Time limits for the start and the end of Ray on this machine.
+"""Time limits for the start and the end of Ray on this machine, and for a join.
 
 Ray limits parts of its own start only, and its end not at all: a call that waits for one of Ray's processes would hold
 the command for ever. Here the processes are killed at a limit, the log says where Ray waited, and the command goes on.
+A join of an address where nobody listens takes Ray a quarter of an hour; here it takes a minute.
 """
 
 import logging
 import os
 import signal
+import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,10 +30,33 @@ START_LIMIT_S = 240.0
 """Longest start of Ray's processes; on a free machine it takes seconds."""
 END_LIMIT_S = 60.0
 """Longest end; Ray gives each of its processes a second to end."""
+LISTEN_LIMIT_S = 60.0
+"""For which a head that was just started may take to listen."""
+_POLL_S = 1.0
 _AFTER_KILL_S = 5.0
 """For which the end may go on when the processes are dead."""
 _FRAMES = 6
 """Innermost calls of a stack that the log names."""
+
+
+def await_listener(address: str) -> None:
+    """Wait until somebody listens at `host:port`; another form of address is not looked at.
+
+    Raises:
+        ConnectionError: nobody did in `LISTEN_LIMIT_S`; the message has the last try's error.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or "/" in host or not port.isdigit():
+        return
+    place, deadline = (host.strip("[]"), int(port)), time.monotonic() + LISTEN_LIMIT_S
+    while True:
+        try:
+            socket.create_connection(place, timeout=max(deadline - time.monotonic(), _POLL_S)).close()
+            return
+        except OSError as error:
+            if time.monotonic() + _POLL_S > deadline:
+                raise ConnectionError(f"nobody listened there in {LISTEN_LIMIT_S:.0f} s ({error})") from error
+            time.sleep(_POLL_S)
 
 
 @contextmanager

@@ -69,22 +69,36 @@ def fill(template: str, values: Mapping[str, str], *, name: str) -> str:
     return re.sub(r"\n{3,}", "\n\n", _WORD.sub(lambda match: values[match[1]], template))
 
 
-def stop_notice_s(steps_s: Sequence[float], saves_s: Sequence[float], *, asked_s: int, limit_s: int | None) -> int:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedTimes:
+    """Seconds that earlier starts of a run have recorded."""
+
+    steps_s: Sequence[float] = ()
+    """Of each step."""
+    saves_s: Sequence[float] = ()
+    """Of each save, to its last file."""
+    evaluations_s: Sequence[float] = ()
+    """Of each evaluation; a step's own seconds do not hold the one after it."""
+
+
+def stop_notice_s(recorded: RecordedTimes, *, asked_s: int, limit_s: int | None) -> int:
     """Seconds before the time limit at which the run is asked to stop.
 
-    A request ends a rollout at once, but not training, publishing or a save. So the notice is the longest recent step
-    plus twice the longest recent save, and `MIN_STOP_S` for the way of the signal. It is at most half the time limit.
+    A request ends a rollout at once, but not training, publishing, an evaluation or a save. So the notice is the
+    longest recent step and evaluation plus twice the longest recent save, and `MIN_STOP_S` for the way of the signal.
+    It is at most half the time limit.
 
     Args:
-        steps_s: seconds of each step so far.
-        saves_s: seconds of each save so far.
+        recorded: by the starts of the run so far.
         asked_s: `cluster.slurm.stop_before_s`; 0 leaves it to the measurement.
         limit_s: the time limit; None without one.
     """
     measured_s = DEFAULT_STOP_S
-    if steps_s:
-        step_s = max(steps_s[-_RECENT:])
-        measured_s = int(step_s + 2 * max(saves_s[-_RECENT:], default=step_s) + MIN_STOP_S)
+    if recorded.steps_s:
+        step_s = max(recorded.steps_s[-_RECENT:])
+        evaluation_s = max(recorded.evaluations_s[-_RECENT:], default=0.0)
+        save_s = max(recorded.saves_s[-_RECENT:], default=step_s)
+        measured_s = int(step_s + evaluation_s + 2 * save_s + MIN_STOP_S)
     notice_s = asked_s or measured_s
     return notice_s if limit_s is None else min(notice_s, max(limit_s // 2, 1))
 

@@ -88,7 +88,11 @@ def _loaded(text_actor: ray.actor.ActorHandle, loading: Sequence[ray.ObjectRef])
 def training_order(prompts: TrainingPrompts, config: DataConfig, *, seed: int, state: OrderState | None) -> PromptOrder:
     """The endless order of the mixture, from its start or from the state of a checkpoint."""
     sets = [
-        PromptSet(prompt_ids=tuple(prompt.prompt_id for prompt in file.prompts), weight=dataset.weight)
+        PromptSet(
+            prompt_ids=tuple(prompt.prompt_id for prompt in file.prompts),
+            weight=dataset.weight,
+            contents=file.contents(),
+        )
         for file, dataset in zip(prompts.files, config.train, strict=True)
     ]
     return PromptOrder(sets, seed=seed, shuffle=config.shuffle, state=state)

@@ -8,13 +8,14 @@ import json
 import shutil
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.checks.check import CheckedRun
 from launcher.checks.slurm import time_limit_s
 from launcher.cluster.node import package_versions
-from launcher.cluster.slurm_script import Submission, render, stop_notice_s
+from launcher.cluster.slurm_script import RecordedTimes, Submission, render, stop_notice_s
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError, LaunchError
@@ -23,6 +24,8 @@ from launcher.run_dir.checkpoints import WRITE
 
 FOLDER, CONFIG, SCRIPT, PACKAGES = "slurm", "config.yaml", "job.sbatch", "packages.json"
 SUBMIT_TIMEOUT_S = 120.0
+_EVALUATE = "evaluate"
+"""Activity of the spans of `megatron_rl.controller.phases.Phases.evaluate`."""
 
 
 def job_config(config: RunConfig) -> RunConfig:
@@ -46,10 +49,8 @@ def prepare(config: RunConfig) -> tuple[Submission, str]:
     """Facts of the submission, and the batch script; `config` is that of `job_config`."""
     run_dir = Path(config.run_dir)
     slurm = config.cluster.slurm
-    steps_s, saves_s = recorded_times(run_dir)
     notice_s = stop_notice_s(
-        steps_s,
-        saves_s,
+        recorded_times(run_dir),
         asked_s=slurm.stop_before_s,
         limit_s=time_limit_s(slurm.time) if slurm.time else None,
     )
@@ -63,17 +64,20 @@ def prepare(config: RunConfig) -> tuple[Submission, str]:
     return submission, render(slurm, submission)
 
 
-def recorded_times(run_dir: Path) -> tuple[list[float], list[float]]:
-    """Seconds of each step and of each save that an earlier start of the run has recorded.
+def recorded_times(run_dir: Path) -> RecordedTimes:
+    """Seconds that earlier starts of the run have recorded.
 
     A save ends after the metrics of its step are written, so its time is read from the spans of `events.jsonl`: from
     its begin to its last file.
     """
-    steps = [row["timing_s/step"] for row in read_rows(run_dir / "metrics.jsonl")]
-    saves = [row for row in read_rows(run_dir / "events.jsonl") if row.get("activity") == WRITE]
-    return (
-        [float(str(seconds)) for seconds in steps],
-        [float(str(row["end_s"])) - float(str(row["start_s"])) for row in saves],
+    spans: dict[object, list[float]] = defaultdict(list)
+    for row in read_rows(run_dir / "events.jsonl"):
+        if row.get("activity") in (WRITE, _EVALUATE):
+            spans[row["activity"]].append(float(str(row["end_s"])) - float(str(row["start_s"])))
+    return RecordedTimes(
+        steps_s=[float(str(row["timing_s/step"])) for row in read_rows(run_dir / "metrics.jsonl")],
+        saves_s=spans[WRITE],
+        evaluations_s=spans[_EVALUATE],
     )
 
 

@@ -54,8 +54,8 @@ class SlurmConfig(Config):
     extra: tuple[str, ...] = ()
     """Further options of sbatch, one `#SBATCH` line each, for example `--mail-type=END`."""
     stop_before_s: int = Field(default=0, ge=0)
-    """Seconds before the time limit at which the run is asked to stop. 0: from the times of recent steps and
-    saves, or 600 before the first step."""
+    """Seconds before the time limit at which the run is asked to stop. 0: from the times of recent steps,
+    evaluations and saves, or 600 before the first step."""
     container: ContainerConfig = ContainerConfig()
     """Container of the job's processes."""
     modules: tuple[str, ...] = ()

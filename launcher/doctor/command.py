@@ -168,7 +168,7 @@ def _sample(config: RunConfig) -> list[PromptRow]:
 def _interval_s(config: RunConfig) -> float | None:
     """Seconds between two checkpoints by the steps that the run has recorded; None before the first step."""
     run_dir = Path(config.run_dir)
-    steps = recorded_times(run_dir)[0] if run_dir.is_dir() else []
+    steps = recorded_times(run_dir).steps_s if run_dir.is_dir() else []
     every = config.checkpoint.every or config.num_steps
     return every * sum(steps[-5:]) / len(steps[-5:]) if steps else None
 

@@ -44,7 +44,11 @@ class RunLock:
     """Holds the lock of `path` from construction to `release`."""
 
     def __init__(self, path: Path) -> None:
-        """Acquires the lock; raises `RunDirectoryError`, which names the holder, if another process has it."""
+        """Acquires the lock.
+
+        Raises:
+            RunDirectoryError: another process has it (named), or the file system has no locks.
+        """
         self._descriptor = opener(str(path), os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,6 +59,12 @@ class RunLock:
                 f"run_dir `{path.parent}` is in use by {_describe(holder)}; "
                 "wait for it, end it, or give another run_dir"
             ) from None
+        except OSError as error:  # as on a Lustre that was mounted without them
+            os.close(self._descriptor)
+            raise RunDirectoryError(
+                f"run_dir `{path.parent}`: its file system has no locks (flock: {error.strerror}), so two runs could "
+                "write there at once; mount it with them (Lustre: `-o flock`), or give a run_dir elsewhere"
+            ) from error
         os.ftruncate(self._descriptor, 0)
         os.write(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
 

@@ -29,6 +29,8 @@ class PromptSet:
     """Rows to draw from, in file order; unique over the mixture."""
     weight: float = 1.0
     """Relative share of draws; positive."""
+    contents: str = ""
+    """Hash of the prompts' tokens, by which a checkpoint is refused after its file was edited; empty: not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +88,9 @@ class PromptOrder:
         self._fingerprint = _fingerprint(sets, seed=seed, shuffle=shuffle)
         if state is not None and state.fingerprint != self._fingerprint:
             raise ValueError(
-                f"prompt order: the checkpoint was made with other training prompts, weights, seed or shuffling "
-                f"(fingerprint {state.fingerprint}, now {self._fingerprint}); restore them, or start a new run"
+                f"prompt order: the checkpoint was made with other training prompts, weights, seed or shuffling, "
+                f"or with another chat template (fingerprint {state.fingerprint}, now "
+                f"{self._fingerprint}); restore them, or start a new run"
             )
         self._cursor = state.cursor if state else 0
         self._ahead = set(state.consumed_ahead) if state else set()
@@ -178,7 +181,7 @@ def _draws_of(prompts: PromptSet, *, seed: int, shuffle: bool) -> Iterator[tuple
 def _fingerprint(sets: Sequence[PromptSet], *, seed: int, shuffle: bool) -> str:
     parts = [str(seed), str(shuffle)]
     for prompts in sets:
-        parts += [repr(prompts.weight), str(len(prompts.prompt_ids)), *prompts.prompt_ids]
+        parts += [repr(prompts.weight), prompts.contents, str(len(prompts.prompt_ids)), *prompts.prompt_ids]
     return _hash(*parts).hex()
 
 

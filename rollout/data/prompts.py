@@ -8,6 +8,7 @@ Over-long prompts are refused (naming the first), dropped, or truncated from the
 would train on questions without their beginning.
 """
 
+import hashlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -27,6 +28,14 @@ class LoadedPrompts:
     prompts: tuple[Prompt, ...]
     num_dropped: int
     num_truncated: int
+
+    def contents(self) -> str:
+        """Hash of all prompts' tokens, in file order; equal on all machines."""
+        digest = hashlib.blake2b(digest_size=8)
+        for prompt in self.prompts:
+            digest.update(len(prompt.token_ids).to_bytes(8, "little"))
+            digest.update(prompt.token_ids.astype("<i4").tobytes())
+        return digest.hexdigest()
 
 
 class PromptLoader:

@@ -3,7 +3,10 @@
 Every case goes through the command line in this process, and nothing is started.
 """
 
+import errno
+import fcntl
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +17,7 @@ import pytest
 from launcher.cli import main
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
+from launcher.errors import RunDirectoryError
 from launcher.run_dir.directory import RunLock
 
 Change = Callable[[Path], object]
@@ -294,6 +298,19 @@ def test_a_run_directory_locked_by_another_process_is_refused(
     finally:
         lock.release()
     assert re.search(r"is in use by process \d+ on .*; wait for it, end it, or give another run_dir", text)
+
+
+def test_a_run_directory_on_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    before = len([*Path("/proc/self/fd").iterdir()])
+    with pytest.raises(RunDirectoryError, match=r"no locks \(flock: Function not implemented\).*Lustre: `-o flock`"):
+        RunLock(tmp_path / "LOCK")
+    assert len([*Path("/proc/self/fd").iterdir()]) == before
 
 
 @pytest.mark.parametrize(

@@ -120,6 +120,10 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["engine.kv_format=fp8", "publish.in_flight=keep_kv"],
             ["`engine.kv_format` = fp8", "`publish.in_flight` = keep_kv", "set in_flight to recompute"],
         ),
+        (
+            ["engine.sleep_level=2", "publish.in_flight=drain"],
+            ["`publish.in_flight` = drain", "`engine.sleep_level` = 2", "or sleep_level to 0"],
+        ),
         (["evaluation.sets.train.path=nowhere.jsonl"], ["`evaluation.sets.train` has the name of a training file"]),
         (
             ["data.train.0.name=math", "evaluation.sets.train.path=nowhere.jsonl"],

@@ -2,8 +2,10 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 
@@ -12,7 +14,7 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationMode
 
-from launcher.cluster import ray_cluster
+from launcher.cluster import ray_cluster, ray_limits
 from launcher.cluster.node import RAY_START_TRIES
 from launcher.cluster.processes import Processes
 from launcher.cluster.ray_cluster import natural_order, start_ray
@@ -39,6 +41,7 @@ def test_a_cluster_without_a_registered_node_is_joined_again_until_it_has_one(mo
             raise RuntimeError("another message")
 
     monkeypatch.setattr(ray_cluster, "_init", init)
+    monkeypatch.setattr(ray_cluster, "await_listener", lambda address: None)
     monkeypatch.setattr(ray_cluster, "_POLL_S", 0.0)
     monkeypatch.setattr(ray_cluster.ray, "shutdown", lambda: None)  # the session's own Ray stays
     ray_cluster._join("10.0.0.1:6379")
@@ -57,6 +60,7 @@ def failing_init(message: str, cause: str) -> Callable[..., None]:
 
 
 def test_an_address_where_no_cluster_answers_is_an_error_of_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_cluster, "await_listener", lambda address: None)
     monkeypatch.setattr(
         ray_cluster, "_init", failing_init("Failed to connect to Ray cluster", "Failed to connect to GCS")
     )
@@ -69,8 +73,38 @@ def test_an_address_where_no_cluster_answers_is_an_error_of_the_configuration(mo
         ray_cluster._join("auto")
 
 
+def test_an_address_where_nobody_listens_is_refused_before_ray_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_limits, "LISTEN_LIMIT_S", 0.0)
+    monkeypatch.setattr(ray_cluster, "_init", lambda **_: pytest.fail("Ray would wait for a quarter of an hour"))
+    with socket.socket() as bound:  # which does not listen
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        said = r"nobody listened there in 0 s \(.*Connection refused\)\. Start Ray there"
+        with pytest.raises(ConfigError, match=rf"`cluster\.address` = {address}: {said}"):
+            ray_cluster._join(address)
+        monkeypatch.setenv("RAY_ADDRESS", address)
+        with pytest.raises(ConfigError, match=said):
+            ray_cluster._join("auto")
+
+
+def test_a_head_may_begin_to_listen_while_it_is_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ray_limits, "_POLL_S", 0.01)
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        begin = threading.Timer(0.2, head.listen)
+        begin.start()
+        ray_limits.await_listener(f"127.0.0.1:{head.getsockname()[1]}")
+        begin.join()
+
+
+@pytest.mark.parametrize("address", ["", "auto", "local", "ray://head:10001"])
+def test_only_an_address_of_host_and_port_is_looked_at(address: str) -> None:
+    ray_limits.await_listener(address)
+
+
 def test_a_machine_whose_node_never_registers_is_named_after_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_cluster, "_init", failing_init("Failed to connect to Ray cluster", "No node info found"))
+    monkeypatch.setattr(ray_cluster, "await_listener", lambda address: None)
     monkeypatch.setattr(ray_cluster, "JOIN_TIMEOUT_S", -1.0)
     with pytest.raises(
         DeadlineError, match=r"Ray on this machine to register at `cluster\.address` = 10\.0\.0\.1:6379"

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.slurm_script import DEFAULT_STOP_S, MIN_STOP_S, Submission, fill, render, stop_notice_s
+from launcher.cluster.slurm_script import (
+    DEFAULT_STOP_S,
+    MIN_STOP_S,
+    RecordedTimes,
+    Submission,
+    fill,
+    render,
+    stop_notice_s,
+)
 from launcher.config.slurm import ContainerConfig, SlurmConfig
 from launcher.errors import ConfigError
 
@@ -140,12 +148,17 @@ def test_a_template_of_the_users_own_is_used_and_judged(tmp_path: Path) -> None:
         render(SlurmConfig(template="absent.sh"), SUBMISSION)
 
 
-def test_the_notice_of_a_stop_follows_the_longest_step_and_the_longest_save() -> None:
-    assert stop_notice_s([100, 180, 90], [30, 40], asked_s=0, limit_s=None) == 180 + 2 * 40 + MIN_STOP_S
-    assert stop_notice_s([100, 180, 90], [], asked_s=0, limit_s=None) == 180 + 2 * 180 + MIN_STOP_S
-    assert stop_notice_s([], [], asked_s=0, limit_s=None) == DEFAULT_STOP_S
-    assert stop_notice_s([100], [30], asked_s=50, limit_s=None) == 50
+def test_the_notice_of_a_stop_follows_the_longest_step_evaluation_and_save() -> None:
+    def notice_s(*seconds: list[float], asked_s: int = 0) -> int:
+        names = ("steps_s", "saves_s", "evaluations_s")
+        return stop_notice_s(RecordedTimes(**dict(zip(names, seconds, strict=False))), asked_s=asked_s, limit_s=None)
+
+    assert notice_s([100, 180, 90], [30, 40]) == 180 + 2 * 40 + MIN_STOP_S
+    assert notice_s([100, 180, 90], [30, 40], [20, 50, 10]) == 180 + 50 + 2 * 40 + MIN_STOP_S
+    assert notice_s([100, 180, 90], []) == 180 + 2 * 180 + MIN_STOP_S
+    assert notice_s() == DEFAULT_STOP_S
+    assert notice_s([100], [30], [900], asked_s=50) == 50
 
 
 def test_the_notice_is_at_most_half_the_time_limit() -> None:
-    assert stop_notice_s([], [], asked_s=0, limit_s=300) == 150
+    assert stop_notice_s(RecordedTimes(), asked_s=0, limit_s=300) == 150

@@ -1,14 +1,15 @@
 """Training prompts of a run."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import numpy as np
 import pytest
 import ray
 
-from launcher.commands.prompts import _loaded, load_training_prompts
+from launcher.commands.prompts import TrainingPrompts, _loaded, load_training_prompts, training_order
 from rollout.config import DataConfig, DatasetConfig
+from rollout.data.order import OrderState, PromptOrder
 from rollout.data.prompts import LoadedPrompts
 from rollout.pool import heartbeat
 from rollout.processes import ProcessId
@@ -49,6 +50,33 @@ def test_a_step_with_more_prompts_than_there_are_is_refused(monkeypatch: pytest.
     assert len(load_training_prompts(TextActor(), config, groups_per_step=3).by_id()) == 3
     with pytest.raises(ValueError, match=r"a step may sample 4 groups .*of 3 prompts"):
         load_training_prompts(TextActor(), config, groups_per_step=4)
+
+
+def test_a_checkpoint_is_refused_after_a_prompt_of_its_file_was_edited() -> None:
+    config = DataConfig(train=(DatasetConfig(path="few.jsonl"),))
+
+    def order(prompts: tuple[Prompt, ...], state: OrderState | None = None) -> PromptOrder:
+        file = LoadedPrompts(name="few", prompts=prompts, num_dropped=0, num_truncated=0)
+        return training_order(TrainingPrompts(files=(file,)), config, seed=1, state=state)
+
+    first, second, third = Loading.prompts
+    started = order((first, second, third))
+    draws = started.take(5)
+    started.consume(draw.prompt_id for draw in draws)
+    corrected = replace(second, ground_truth="another answer")
+    assert order((first, corrected, third), started.state()).take(1)[0].position == 5
+    edited = replace(second, token_ids=np.array([2], dtype=np.int32))
+    with pytest.raises(ValueError, match=r"other training prompts, .* or with another chat template"):
+        order((first, edited, third), started.state())
+
+
+def test_the_hash_of_prompts_tells_where_one_prompt_ends() -> None:
+    def contents(*tokens: list[int]) -> str:
+        prompts = [replace(Loading.prompts[0], token_ids=np.array(token_ids, dtype=np.int32)) for token_ids in tokens]
+        return LoadedPrompts(name="few", prompts=tuple(prompts), num_dropped=0, num_truncated=0).contents()
+
+    assert contents([1, 2], [3]) == contents([1, 2], [3])
+    assert len({contents([1, 2], [3]), contents([1], [2, 3]), contents([3], [1, 2]), contents([1, 2, 3])}) == 4
 
 
 PROCESS = ProcessId(node_id="id", pid=7, created_s=0.0, host="gpu-03")

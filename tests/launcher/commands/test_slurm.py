@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from launcher.cli import main
+from launcher.cluster.slurm_script import RecordedTimes
 from launcher.commands.slurm import recorded_times
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.status import StatusFile
@@ -49,7 +50,7 @@ def test_a_run_is_submitted_with_what_the_job_needs(
     assert (run_dir / "logs").is_dir()
 
 
-def test_a_resubmitted_run_gets_its_notice_from_the_recorded_steps_and_saves(
+def test_a_resubmitted_run_gets_its_notice_from_the_recorded_times(
     write_config: Write, sbatch: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
@@ -57,11 +58,12 @@ def test_a_resubmitted_run_gets_its_notice_from_the_recorded_steps_and_saves(
         directory.append_metrics(0, {"timing_s/step": 100.0})
         directory.append_metrics(1, {"timing_s/step": 180.5})
         directory.record_span("trainer", "train", 20.0, 90.0)
+        directory.record_span("engines", "evaluate", 90.0, 100.0)
         directory.record_span("trainer", "checkpoint", 100.0, 101.0)
         directory.record_span("checkpoint writer", "write", 100.0, 140.0)
-    assert recorded_times(run_dir) == ([100.0, 180.5], [40.0])
+    assert recorded_times(run_dir) == RecordedTimes(steps_s=[100.0, 180.5], saves_s=[40.0], evaluations_s=[10.0])
     assert main(["slurm", str(write_config(SLURM)), f"run_dir={run_dir}"]) == 0
-    assert "#SBATCH --signal=B:USR1@320" in (run_dir / "slurm" / "job.sbatch").read_text()
+    assert "#SBATCH --signal=B:USR1@330" in (run_dir / "slurm" / "job.sbatch").read_text()
 
 
 def test_a_dry_run_prints_script_placement_and_memory_and_submits_nothing(
