@@ -1,13 +1,15 @@
 r"""Mathematical equality by `math-verify` (LaTeX and plain expressions, sets, intervals): 1.0 or 0.0.
 
-The answer is the last expression of the response: what stands in `\boxed{...}` or between dollars, else the last number.
+The answer is the last expression of the response: what stands in `\boxed{...}` or between dollars, else the last
+number.
 
 The ground truth is LaTeX without a frame, as in MATH and DAPO (`2\pi`, `34`), or a text that frames it (`$2\pi$`,
-`\boxed{34}`, GSM8K's `#### 72`), or words with a number (`18 dollars`). A bare ground truth is framed before it is read:
-else math-verify would take the first number of `2\pi` for all of it.
+`\boxed{34}`, GSM8K's `#### 72`), or words with a number (`18 dollars`). A bare ground truth is framed before it is
+read: else math-verify would take the first number of `2\pi` for all of it.
 
 The library's time limits use signals and threads and are off here: the scorer's limit (`reward.timeout_s`) already
-kills a comparison that takes too long. An answer whose digits would fill a page (`9^{9^9}`) is wrong without a comparison.
+kills a comparison that takes too long. An answer whose digits would fill a page (`9^{9^9}`) is wrong without a
+comparison.
 """
 
 import math
@@ -51,7 +53,7 @@ def parsed_truth(ground_truth: str) -> list[object]:
 
 
 def _num_digits(expression: object) -> float:
-    """Upper bound of the decimal digits of the numbers that an expression would have when computed; 0 for other objects."""
+    """Upper bound of the decimal digits of an expression's numbers, once computed; 0 for other objects."""
     import sympy
 
     if not isinstance(expression, sympy.Basic):
