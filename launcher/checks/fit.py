@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.checks.further_models import critic_problems, further_specs
-from launcher.checks.kv_cache import cache_problems, sized
+from launcher.checks.kv_cache import cache_problems, evaluation_problems, sized
 from launcher.checks.memory import MemoryPlan, run_memory
 from launcher.checks.model import model_problems, partition_problems
 from launcher.cluster.node import NodeResources
@@ -47,5 +47,5 @@ def fit(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources], prob
         if problems:
             return None
     memory = run_memory(run, nodes)
-    problems += memory.problems()
+    problems += [*memory.problems(), *evaluation_problems(run.config, spec, nodes)]
     return Fit(config=run.config, placement=placement, memory=memory, further=further)

@@ -3,15 +3,25 @@
 The tables of `launcher.estimate` say what trainer and engines need beside keys and values, in every phase of a step.
 The cache takes the rest of the fullest phase in which it exists. So two engines on a device, a trainer beside an
 engine, and sleeping engines are all counted.
+
+The BF16 engines of `evaluation.bf16_before_after` have devices to themselves, but larger weights than the run's
+engines. So their cache may have to be smaller.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
+from launcher.checks.model import engine_problems, response_lengths
 from launcher.cluster.node import NodeResources
+from launcher.cluster.placement import plan_evaluation
 from launcher.config.schema import RunConfig
+from launcher.estimate.device_memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, engine_items, with_reserve
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.run_tables import run_tables
+from megatron_rl.memory import MemoryItem, engine_rank
+from megatron_rl.model.spec import ModelSpec
+from rollout.config import EngineConfig
 
 GRAIN_BYTES = 64 << 20
 """The size is a multiple of this."""
@@ -40,6 +50,55 @@ def _with_cache(run: PlannedRun, grains: int) -> PlannedRun:
 def _fits(run: PlannedRun, nodes: Sequence[NodeResources], fraction: float) -> bool:
     devices = [table for table in run_tables(run, nodes) if table.kind == "device"]
     return all(table.needed_bytes <= fraction * table.available_bytes for table in devices)
+
+
+def evaluation_engine(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources]) -> EngineConfig:
+    """The engines of `evaluation.bf16_before_after`: the run's in BF16, with as much of its KV cache as fits.
+
+    Args:
+        config: of the run, with the size of the cache.
+        spec: architecture of the model.
+        nodes: all nodes of the run, which the trainer has left.
+
+    Raises:
+        ConfigError: such engines cannot be placed.
+    """
+    engine = config.engine.model_copy(update={"format": "bf16", "kv_format": "bf16", "sleep_level": 0})
+    sizes = [size for node in nodes for size in node.gpu_bytes]
+    if not sizes:
+        return engine
+    slots = plan_evaluation(engine, nodes)
+    ranks = max(Counter((slot.node, device) for slot in slots for device in slot.devices).values(), default=1)
+    contexts = ranks * (CONTEXT_BYTES + (engine.tensor_parallel > 1) * COMMUNICATOR_BYTES)
+
+    def fits(kv_cache_bytes: int) -> bool:
+        items = engine_rank(spec, engine.model_copy(update={"kv_cache_bytes": kv_cache_bytes}))
+        other = MemoryItem(what="contexts and NCCL", num_bytes=contexts, knob="")
+        needed = with_reserve([*engine_items(items, engine, "rollout", ranks), other])
+        return sum(item.num_bytes for item in needed) <= min(sizes)
+
+    if fits(engine.kv_cache_bytes):
+        return engine
+    low, high = 1, engine.kv_cache_bytes // GRAIN_BYTES
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle * GRAIN_BYTES) else (low, middle - 1)
+    return engine.model_copy(update={"kv_cache_bytes": low * GRAIN_BYTES})
+
+
+def evaluation_problems(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources]) -> list[str]:
+    """Why the weights before and after the run could not be evaluated in BF16; known before the run begins."""
+    if not config.evaluation.sets or not config.evaluation.bf16_before_after:
+        return []
+    engine = evaluation_engine(config, spec, nodes)
+    if engine.kv_cache_bytes >= config.engine.kv_cache_bytes:
+        return []
+    lengths = response_lengths(config.evaluation.sets, "evaluation.sets")
+    return [
+        f"`evaluation.bf16_before_after` = true: BF16 weights leave {engine.kv_cache_bytes >> 20} MiB of each device "
+        f"to the KV cache. {problem.partition('; ')[0]}; set bf16_before_after to false"
+        for problem in engine_problems(spec, engine, config.data.max_prompt_tokens, lengths)
+    ]
 
 
 def cache_problems(config: RunConfig, node: NodeResources) -> list[str]:

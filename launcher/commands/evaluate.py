@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from launcher.checks.kv_cache import evaluation_engine
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import in_turn, plan_evaluation
 from launcher.cluster.processes import Actor, Processes, StartingEngines, processes
@@ -18,6 +19,8 @@ from launcher.config.schema import EvalConfig, RunConfig
 from launcher.endings.conclusion import logs_beside
 from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
+from megatron_rl.model.spec import read_model_spec
+from rollout.config import EngineConfig
 from rollout.engine.spec import EngineSpec
 from rollout.evaluation import EvaluationRow
 from rollout.pool.engine_pool import EnginePool
@@ -30,13 +33,13 @@ EvaluationPrompts = dict[str, tuple[Prompt, ...]]
 """Prompts of each evaluation set, by its name."""
 
 
-def evaluation_of(config: RunConfig, model: str) -> EvalConfig:
-    """The configuration of `eval` with a run's evaluation sets."""
+def evaluation_of(config: RunConfig, model: str, engine: EngineConfig) -> EvalConfig:
+    """The configuration of `eval` with a run's evaluation sets; `engine` is in BF16."""
     return EvalConfig(
         model=model,
         sets=config.evaluation.sets,
         max_prompt_tokens=config.data.max_prompt_tokens,
-        engine=config.engine.model_copy(update={"format": "bf16", "kv_format": "bf16"}),
+        engine=engine,
         reward=config.reward,
         seed=config.seed,
         stop_token_ids=config.sampling.stop_token_ids,
@@ -52,7 +55,13 @@ def evaluate_directories(
     All directories have the run's tokenizer and prompts, which load while the first engines start. On CPUs the next
     directory's engines start during an evaluation; the memory of a GPU holds the engines of one directory only.
     """
-    evaluations = {step: evaluation_of(config, model) for step, model in models.items()}
+    engine = evaluation_engine(config, read_model_spec(Path(config.model)), running.nodes)
+    if engine.kv_cache_bytes < config.engine.kv_cache_bytes:
+        progress.say(
+            f"the engines of the BF16 evaluation have a KV cache of {engine.kv_cache_bytes / 2**30:.1f} GiB instead of "
+            f"{config.engine.kv_cache_bytes / 2**30:.1f}, because BF16 weights are larger"
+        )
+    evaluations = {step: evaluation_of(config, model, engine) for step, model in models.items()}
     at_once = 1 if any(node.gpu_bytes for node in running.nodes) else 2
     started: dict[int, StartingEngines] = {}
     rows: list[EvaluationRow] = []

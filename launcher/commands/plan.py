@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.checks.combinations import run_combinations
+from launcher.checks.deadlines import warnings_of_estimate
 from launcher.checks.fit import Fit, fit
 from launcher.checks.formats import weight_format_warnings
 from launcher.checks.fp8 import fp8_warnings
@@ -135,6 +136,8 @@ def planned(config: RunConfig, options: PlanOptions) -> tuple[Report, StepEstima
     problems = run_combinations(config)
     fitted = fit(config, spec, nodes, problems)
     format = WeightFormat.of(config.engine)
+    given = assumptions(config, options, len(nodes[0].gpu_bytes))
+    estimate = _estimate(spec, fitted, given, sum(len(node.gpu_bytes) for node in nodes))
     report = Report(
         gpu=GPUS[gpu_kind(config, options)],
         nodes=nodes,
@@ -143,10 +146,10 @@ def planned(config: RunConfig, options: PlanOptions) -> tuple[Report, StepEstima
         warnings=(
             *weight_format_warnings(spec, format, nodes[0]),
             *fp8_warnings(spec, config.trainer, format),
+            *(warnings_of_estimate(config, estimate.train.seconds) if estimate else ()),
         ),
     )
-    given = assumptions(config, options, len(nodes[0].gpu_bytes))
-    return report, _estimate(spec, fitted, given, sum(len(node.gpu_bytes) for node in nodes)), given
+    return report, estimate, given
 
 
 def plan(config: RunConfig, options: PlanOptions) -> int:

@@ -99,7 +99,16 @@ def submit(config: RunConfig, submission: Submission, script: str) -> list[str]:
 
     Raises:
         LaunchError: there is no sbatch, or it refuses the script; its own words are in the message.
+        ConfigError: the job has GPUs, and the packages of this environment, which the job takes, are for CPUs.
     """
+    versions = package_versions()
+    slurm = config.cluster.slurm
+    if slurm.gpus_per_node and slurm.container.kind == "none" and versions.get("torch", "").endswith("+cpu"):
+        raise ConfigError(
+            f"`cluster.slurm.gpus_per_node` = {slurm.gpus_per_node}, but torch {versions['torch']} of this "
+            "environment, in which the job would run, is built for CPUs; run `make setup-cuda` and submit with its megatron-rl, or "
+            "name a container (`cluster.slurm.container`)"
+        )
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise LaunchError(
@@ -111,7 +120,7 @@ def submit(config: RunConfig, submission: Submission, script: str) -> list[str]:
     replace_text(folder / CONFIG, resolved_yaml(config))
     replace_text(folder / SCRIPT, script)
     if config.cluster.slurm.container.kind == "none":
-        replace_text(folder / PACKAGES, json.dumps(package_versions()) + "\n")
+        replace_text(folder / PACKAGES, json.dumps(versions) + "\n")
     else:
         (folder / PACKAGES).unlink(missing_ok=True)
     job = _sbatch([sbatch, "--parsable", str(folder / SCRIPT)])

@@ -10,6 +10,13 @@ _REWARD: tuple[Row, ...] = (
     ("reward/std", "reward", "standard deviation over responses", "Spread of the rewards.", ""),
     ("reward/max", "reward", "max over responses", "Highest reward.", ""),
     ("reward/min", "reward", "min over responses", "Lowest reward.", ""),
+    (
+        "reward/detail/{name}",
+        "any",
+        "mean over responses that have it",
+        "A further number that the reward function returned beside `score`.",
+        "",
+    ),
     ("reward/errors", "responses", "sum", "Calls of the reward function that failed.", "0"),
     ("reward/timeouts", "responses", "sum", "Calls of the reward function over their time or CPU seconds.", "0"),
     ("reward/scorer_restarts", "restarts", "total", "Restarts of the scorers' own processes.", "0"),

@@ -38,8 +38,10 @@ TRACE_TIMEOUT_S = 120.0
 """Deadline for engines to return their forwards."""
 
 WRITE_TIMEOUT_S = 300.0
-"""Longest time in which the text actor writes a step's samples, while its process answers."""
-_SLOW = f"wrote no samples for {WRITE_TIMEOUT_S:.0f} s"
+"""Longest time in which the text actor writes a step's samples, while its process answers; tokens add to it."""
+WRITTEN_TOKENS_S = 1e5
+"""Response tokens that the text actor writes in a second at least; one core decodes several times as many."""
+_SLOW = "has not written the samples in time"
 
 
 class RunRecorder:
@@ -76,6 +78,7 @@ class RunRecorder:
         self._table_rows = table_rows
         self._record_traces = record_traces
         self._pending: ray.ObjectRef | None = None
+        self._write_limit_s = WRITE_TIMEOUT_S
         self._writers: set[ProcessId] = set()
         """Processes of the text actor that have written samples."""
         self._num_lost_samples = 0
@@ -126,6 +129,8 @@ class RunRecorder:
             traces_path=str(self._directory.traces_path(step)) if self._record_traces else "",
             num_returned=self._table_rows,
         )
+        num_tokens = sum(sum(group.summary.lengths) for group in groups)
+        self._write_limit_s = WRITE_TIMEOUT_S + num_tokens / WRITTEN_TOKENS_S
         self._heartbeat.ask()
         _, evaluated = self._evaluated or (step, {})
         self._unlogged, self._evaluated = (step, {**metrics, **evaluated}), None
@@ -166,7 +171,7 @@ class RunRecorder:
             named = self._heartbeat.named("the text actor")
             if num_slow == 2:
                 raise DeadlineError(
-                    f"the controller waited {2 * WRITE_TIMEOUT_S:.0f} s for {named} to write samples",
+                    f"the controller waited {2 * self._write_limit_s:.0f} s for {named} to write samples",
                     Place(role="text actor", node=self._heartbeat.host),
                 )
             self._progress.say(f"{named} {why} and is restarted")
@@ -184,7 +189,7 @@ class RunRecorder:
 
     def _why_late(self, writing: ray.ObjectRef) -> str:
         """Wait for the text actor; empty if it has written, else why it is not waited for any more."""
-        patience = Patience(WRITE_TIMEOUT_S)
+        patience = Patience(self._write_limit_s)
         while not ray.wait([writing], timeout=patience.look_s(LOOK_EVERY_S))[0]:
             if silent_s := self._heartbeat.missed():
                 return f"has not answered for {silent_s:.0f} s"

@@ -4,6 +4,7 @@ Counters of dropped, substituted or truncated responses are always present, zero
 never mistaken for zero. Rewards are absent if no response was scored. Pure. docs/metrics.md lists units and reductions.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import asdict
 from statistics import fmean, pstdev
@@ -45,7 +46,12 @@ def _rewards(groups: Sequence[ScoredGroup]) -> dict[str, float]:
     }
     if not rewards:
         return failures
+    details: dict[str, list[float]] = defaultdict(list)
+    for score in (score for group in groups for score in group.scores):
+        for name, value in score.details:
+            details[name].append(value)
     return {
+        **{f"reward/detail/{name}": fmean(values) for name, values in details.items()},
         "reward/mean": fmean(rewards),
         "reward/std": pstdev(rewards),
         "reward/max": max(rewards),

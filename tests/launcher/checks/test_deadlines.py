@@ -1,6 +1,7 @@
 """Time limits that a healthy trainer would miss are refused."""
 
-from launcher.checks.deadlines import deadline_problems, deadline_warnings
+from launcher.checks.deadlines import deadline_problems, deadline_warnings, warnings_of_estimate
+from launcher.config.schema import RunConfig
 from megatron_rl.config import TrainerConfig
 from tests.launcher.checks.test_formats import CPU, GPU
 
@@ -17,3 +18,14 @@ def test_a_limit_of_progress_above_that_of_a_call_causes_a_warning() -> None:
     (warning,) = deadline_warnings(TrainerConfig(timeout_s=120))
     assert "= 600" in warning and "`trainer.timeout_s` = 120" in warning
     assert deadline_warnings(TrainerConfig()) == []
+
+
+def test_limits_near_the_estimate_of_training_cause_warnings() -> None:
+    values = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "t.jsonl"}]}}
+    config = RunConfig.model_validate(values)
+    assert warnings_of_estimate(config, 500.0) == []
+    late_stop, late_call = warnings_of_estimate(config, 600.0), warnings_of_estimate(config, 1000.0)
+    assert len(late_stop) == 1 and "stop 600 s before" in late_stop[0] and "set it to 1200 or more" in late_stop[0]
+    assert len(late_call) == 2 and "`trainer.timeout_s` = 1800 ends a trainer" in late_call[0]
+    longer = {"trainer": {"timeout_s": 2000}, "cluster": {"slurm": {"stop_before_s": 2000}}}
+    assert warnings_of_estimate(RunConfig.model_validate({**values, **longer}), 1000.0) == []

@@ -7,7 +7,7 @@ import pytest
 
 from examples.recipes.plans import load_recipe, options
 from launcher.checks.fit import fit
-from launcher.checks.kv_cache import GRAIN_BYTES, cache_problems, sized
+from launcher.checks.kv_cache import GRAIN_BYTES, cache_problems, evaluation_engine, evaluation_problems, sized
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import plan
 from launcher.commands.plan import planned_nodes
@@ -75,6 +75,31 @@ def test_the_whole_check_uses_the_size_and_judges_the_longest_sample_by_it() -> 
     assert any(
         "bytes of keys and values, but `engine.kv_cache_bytes` = 67108864; raise it" in each for each in problems
     )
+
+
+def test_the_engines_of_the_bf16_evaluation_have_the_cache_that_their_weights_leave() -> None:
+    """Weights of 15 GiB a rank, a reserve of a twentieth, and estimates for logits, graphs and contexts."""
+    config = load_recipe("dapo-qwen2.5-32b-16n8g")
+    spec, nodes = read_model_spec(Path(config.model)), planned_nodes(config, options())
+    engine = evaluation_engine(config, spec, nodes)
+    assert (engine.format, engine.kv_format, engine.sleep_level) == ("bf16", "bf16", 0)
+    weights = 2 * 32.76e9 / engine.tensor_parallel
+    left = nodes[0].gpu_bytes[0] / 1.05 - weights
+    assert left - (12 << 30) < engine.kv_cache_bytes < left - (2 << 30)
+    assert evaluation_problems(config, spec, nodes) == []
+    small = config.model_copy(update={"engine": config.engine.model_copy(update={"kv_cache_bytes": 8 << 30})})
+    assert evaluation_engine(small, spec, nodes).kv_cache_bytes == 8 << 30
+
+
+def test_a_run_whose_model_could_not_be_evaluated_in_bf16_is_refused_before_it_begins() -> None:
+    config = load_recipe("dapo-qwen2.5-32b-16n8g", "engine.tensor_parallel=1", "engine.num_engines=128")
+    spec = read_model_spec(Path(config.model))
+    nodes = [replace(node, gpu_bytes=(68 << 30,) * 8) for node in planned_nodes(config, options())]
+    (problem, *_) = evaluation_problems(config, spec, nodes)
+    assert "`evaluation.bf16_before_after` = true: BF16 weights leave " in problem
+    assert problem.endswith("; set bf16_before_after to false")
+    off = config.evaluation.model_copy(update={"bf16_before_after": False})
+    assert evaluation_problems(config.model_copy(update={"evaluation": off}), spec, nodes) == []
 
 
 def test_both_keys_and_a_machine_without_gpus_are_refused() -> None:

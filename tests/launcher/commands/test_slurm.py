@@ -8,7 +8,11 @@ import yaml
 
 from launcher.cli import main
 from launcher.cluster.slurm_script import RecordedTimes
+from launcher.commands import slurm
 from launcher.commands.slurm import recorded_times
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig
+from launcher.errors import ConfigError
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import read_request
@@ -132,3 +136,16 @@ def test_a_run_that_is_not_under_way_cannot_be_stopped(tmp_path: Path, capsys: p
     assert main(["status", str(tmp_path / "nowhere")]) == 2
     error = capsys.readouterr().err
     assert "no run is under way there" in error and "nowhere` holds no run" in error
+
+
+def test_a_job_with_gpus_is_not_submitted_from_an_environment_for_cpus(
+    write_config: Write, sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(RunConfig, str(write_config(SLURM)), [f"run_dir={tmp_path / 'run'}", "cluster.slurm.gpus_per_node=8"])
+    submission, script = slurm.prepare(config)
+    monkeypatch.setattr(slurm, "package_versions", lambda: {"torch": "2.13.0+cpu"})
+    with pytest.raises(ConfigError, match=r"gpus_per_node` = 8, but torch 2\.13\.0\+cpu .* setup-cuda"):
+        slurm.submit(config, submission, script)
+    assert not (sbatch / "arguments").exists() and not submission.config.exists()
+    monkeypatch.setattr(slurm, "package_versions", lambda: {"torch": "2.11.0+cu129"})
+    assert slurm.submit(config, submission, script)[0] == "job 4711"

@@ -17,9 +17,11 @@ from megatron_rl.algorithm.mismatch import MismatchSums, SumsByAge
 from megatron_rl.algorithm.mismatch_parts import PartSums, SampledTokens
 from megatron_rl.batching.batch import BatchCounts
 from megatron_rl.config import CorrectionConfig, RejectionConfig
+from megatron_rl.controller.step_metrics import _rewards
 from rollout.evaluation import EvaluationRow
 from rollout.tracing.timeline import Part
 from tests.support.runs.synthetic_run import ORIGIN_S
+from tests.support.scored_groups import scored_group
 
 ROOT = Path(__file__).resolve().parents[3]
 PREFIXES = ("reward", "response_length", "prompt_length", "batch", "actor", "sft", "publish", "engine", "planner")
@@ -89,6 +91,9 @@ def computed() -> set[str]:
     names = {f"batch/{field.name}" for field in fields(BatchCounts)}
     names |= {f"timeline/{part.value}_share" for part in Part if part is not Part.SATURATED}
     names |= {f"history/accepted_share/{source}" for source in SOURCES} | {"publish/sqnr_db/layer_0"}
+    group = scored_group(0, num_samples=1)
+    score = replace(group.scores[0], details=(("parsed", 1.0),))
+    names |= {name for name in _rewards([replace(group, scores=(score,))]) if name.endswith("parsed")}
     # phases of `megatron_rl.controller.phases`; evaluations and checkpoints follow the row of their step
     names |= {f"timing_s/{phase}" for phase in ("step", *span_activities() - {"evaluate", "checkpoint"})}
     timeline = StepTimeline(1)

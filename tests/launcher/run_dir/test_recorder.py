@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -170,7 +171,7 @@ class HungTextActor:
 
 @pytest.fixture
 def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool, int], Lines]]:
-    def write(freezes: bool, num_ends: int) -> Lines:
+    def write(freezes: bool, num_ends: int, *, num_tokens: int = 0) -> Lines:
         """Record a step whose samples the text actor does not write, and wait for them."""
         text_actor, progress = HungTextActor(freezes, num_ends), Lines()
         monkeypatch.setattr(ray, "wait", text_actor.wait)
@@ -181,7 +182,8 @@ def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[
         monkeypatch.setattr(heartbeat, "SILENT_S", 0.01)
         monkeypatch.setattr(recorder_module, "WRITE_TIMEOUT_S", 60.0 if freezes else 0.03)
         recorder = recorder_of(directory, WandbRun(), progress)
-        recorder.on_step(0, {"timing_s/step": 1.0}, [])
+        group = SimpleNamespace(summary=SimpleNamespace(lengths=(num_tokens,)))
+        recorder.on_step(0, {"timing_s/step": 1.0}, [group])
         recorder.finish()
         assert [process.pid for process in text_actor.ended] == [7]
         return progress
@@ -198,7 +200,13 @@ def test_a_text_actor_that_freezes_is_named_with_its_node_leaves_its_stacks_and_
 
 def test_a_text_actor_that_writes_too_long_leaves_its_stacks_once_and_is_named_then(hung) -> None:
     (first, _) = hung(False, 1).lines
-    assert first.startswith("the text actor (process 7 on gpu-03) wrote no samples for")
-    with pytest.raises(DeadlineError, match=r"for the text actor \(process 8 on gpu-03\) to write samples") as late:
+    assert first.startswith("the text actor (process 7 on gpu-03) has not written the samples in time")
+    with pytest.raises(DeadlineError, match=r"waited 0 s for the text actor \(process 8 on gpu-03\)") as late:
         hung(False, 2)
     assert late.value.place == Place(role="text actor", node="gpu-03")
+
+
+def test_samples_of_more_tokens_have_more_time(hung, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorder_module, "WRITTEN_TOKENS_S", 10.0)
+    with pytest.raises(DeadlineError, match="waited 2 s for the text actor"):
+        hung(False, 2, num_tokens=10)

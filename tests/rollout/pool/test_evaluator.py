@@ -22,4 +22,4 @@ def test_evaluations_stop_where_training_stops() -> None:
 def test_an_evaluation_of_a_runs_models_stops_where_training_stops() -> None:
     values = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "t.jsonl"}]}}
     config = RunConfig.model_validate({**values, "sampling": {"stop_token_ids": [7]}})
-    assert evaluation_of(config, "m").stop_token_ids == (7,)
+    assert evaluation_of(config, "m", config.engine).stop_token_ids == (7,)
