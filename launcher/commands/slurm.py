@@ -106,8 +106,8 @@ def submit(config: RunConfig, submission: Submission, script: str) -> list[str]:
     if slurm.gpus_per_node and slurm.container.kind == "none" and versions.get("torch", "").endswith("+cpu"):
         raise ConfigError(
             f"`cluster.slurm.gpus_per_node` = {slurm.gpus_per_node}, but torch {versions['torch']} of this "
-            "environment, in which the job would run, is built for CPUs; run `make setup-cuda` and submit with its megatron-rl, or "
-            "name a container (`cluster.slurm.container`)"
+            "environment, in which the job would run, is built for CPUs; run `make setup-cuda` and submit with the "
+            "megatron-rl of that environment, or name a container (`cluster.slurm.container`)"
         )
     sbatch = shutil.which("sbatch")
     if sbatch is None:
