@@ -1,7 +1,8 @@
 r"""Mathematical equality by `math-verify` (LaTeX and plain expressions, sets, intervals): 1.0 or 0.0.
 
-The answer is the last expression of the response: what stands in `\boxed{...}` or between dollars, else the last
-number.
+The answer is the last `\boxed{...}` of the response, or what follows a later `final answer is`. Without both it is what
+follows `Answer:`, else the last formula between dollars or the last number, whichever stands later. Boxes that stand
+close together are compared as a set, and the last of them also alone: a response may correct itself.
 
 The ground truth is LaTeX without a frame, as in MATH and DAPO (`2\pi`, `34`), or a text that frames it (`$2\pi$`,
 `\boxed{34}`, GSM8K's `#### 72`), or words with a number (`18 dollars`). A bare ground truth is framed before it is
@@ -15,7 +16,8 @@ comparison.
 import math
 import re
 
-_FRAMES = ("$", r"\boxed", r"\(", r"\[", "####")
+_BOX = r"\boxed"
+_FRAMES = ("$", _BOX, r"\(", r"\[", "####")
 _COMMANDS = re.compile(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _FUNCTIONS = re.compile(r"sqrt|(?:arc)?(?:sinh?|cosh?|tanh?)|frac|binom")
 _WORD = re.compile(r"[A-Za-z]{4,}")
@@ -31,13 +33,21 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     """
     from math_verify import parse, verify
 
-    answer = parse(solution_str, parsing_timeout=None)
+    answers = [parse(solution_str, parsing_timeout=None)]
+    last_box = solution_str.rfind(_BOX)
+    if solution_str.find(_BOX) < last_box:
+        answers.append(parse(solution_str[last_box:], parsing_timeout=None))
     truth = parsed_truth(ground_truth)
     if not truth:
         raise ValueError(f"ground truth {ground_truth!r} cannot be parsed as mathematics")
-    comparable = bool(answer) and all(_num_digits(one) <= max(_MOST_DIGITS, _num_digits(truth[0])) for one in answer)
-    right = comparable and bool(verify(truth, answer, timeout_seconds=None))
-    return {"score": float(right), "parsed": float(bool(answer))}
+    most_digits = max(_MOST_DIGITS, _num_digits(truth[0]))
+    right = any(
+        bool(answer)
+        and all(_num_digits(part) <= most_digits for part in answer)
+        and bool(verify(truth, answer, timeout_seconds=None))
+        for answer in answers
+    )
+    return {"score": float(right), "parsed": float(any(answers))}
 
 
 def parsed_truth(ground_truth: str) -> list[object]:

@@ -82,6 +82,12 @@ def test_an_answer_that_no_computer_could_write_down_is_wrong_at_once(answer: st
     assert time.monotonic() - began < 5
 
 
+def test_the_last_box_counts_alone_and_boxes_together_are_a_set() -> None:
+    assert score(r"\boxed{33}, wait, \boxed{34}", "34") == 1.0
+    assert score(r"\boxed{34}, wait, \boxed{33}", "34") == 0.0
+    assert score(r"The roots are \boxed{1} and \boxed{2}.", r"\{1,2\}") == 1.0
+
+
 def test_a_response_without_mathematics_has_no_answer_and_an_empty_ground_truth_is_an_error() -> None:
     assert compute_score("set", "I give up", "42", None) == {"score": 0.0, "parsed": 0.0}
     with pytest.raises(ValueError, match="ground truth '' cannot be parsed"):
