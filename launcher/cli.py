@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run_dir", help="run directory that holds the checkpoint")
     export.add_argument("output_dir", help="Hugging Face directory to write")
     export.add_argument("overrides", metavar="key=value", nargs="*", default=[], help="replaces keys of the run")
-    export.add_argument("--step", type=int, default=-1, help="checkpoint of this step (default: the newest)")
+    export.add_argument("--step", type=int, default=-1, help="checkpoint of this step (default: that of a resume)")
     return parser
 
 
@@ -258,7 +258,7 @@ def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
 
 def _export(arguments: argparse.Namespace, command: Command) -> int:
     if arguments.step < -1:
-        raise ConfigError(f"--step = {arguments.step}: checkpoints are numbered from 0; -1 is the newest")
+        raise ConfigError(f"--step = {arguments.step}: checkpoints are numbered from 0; -1 is that of a resume")
     if wrong := [override for override in arguments.overrides if not override.startswith(EXPORT_KEYS)]:
         raise ConfigError(
             f"override `{wrong[0]}`: an export takes keys of `trainer.` and `cluster.` only, because the others are "

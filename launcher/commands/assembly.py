@@ -5,10 +5,8 @@ the values of each part, so that no part gets the whole configuration.
 """
 
 import secrets
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from history.lengths.book import LengthBook
 from history.store.service import HistoryService
@@ -36,6 +34,7 @@ from launcher.recovery.nodes import LostNodes
 from launcher.recovery.trainer import TrainerRestarts
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.exported import replace_policy
 from launcher.run_dir.places import write_places
 from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.saves import Saves
@@ -59,9 +58,6 @@ from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.evaluator import Evaluator
 from rollout.pool.history_client import HistoryClient
 from rollout.pool.scorer_pool import scoring_timeout_s
-
-EXPORT = "policy"
-"""Folder of the run directory with the last weights as a Hugging Face directory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,7 +188,10 @@ def _take_steps(parts: _Parts, workers: Workers, resume: ResumePoint) -> Trainer
             attempt = _with_controller(parts, attempt, resume)
             assert attempt.controller is not None
             attempt.controller.run()
-            _export(attempt.workers.trainer, parts.directory.path)
+            if attempt.sharing is not None:  # without a last step no save has sent the engines to sleep
+                attempt.sharing.to_trainer()
+            last = parts.checked.config.num_steps
+            replace_policy(parts.directory.path, last, attempt.workers.trainer.export)
         except PlacedError as error:
             if not may_pass(error, attempt.controller):
                 raise
@@ -364,12 +363,3 @@ def _end(engines: EngineGroup, trainer: TrainerGroup, inputs: Inputs, running: P
         running.end_history(inputs.history)
     kept = [actor for number, actor in enumerate(engines.actors) if number not in engines.retired]
     running.end([*kept, *inputs.text.actors])
-
-
-def _export(trainer: TrainerGroup, run_dir: Path) -> None:
-    """Write the last weights to a partial folder, then replace the earlier export of this run."""
-    target, partial = run_dir / EXPORT, run_dir / f"{EXPORT}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    trainer.export(str(partial))
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)

@@ -9,14 +9,19 @@ from pathlib import Path
 from launcher.checks.model import partition_problems
 from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.placement import plan_sft
-from launcher.cluster.processes import processes
+from launcher.cluster.processes import Processes, processes
 from launcher.cluster.ray_cluster import joined_nodes
 from launcher.commands.specs import trainer_spec
 from launcher.config.loading import listing, load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
+from launcher.run_dir.checkpoints import Checkpoints
+from launcher.run_dir.exported import mark
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.model.spec import read_model_spec
+from megatron_rl.ranks import TrainerRank
+from megatron_rl.trainer.group import TrainerGroup
+from megatron_rl.trainer.messages import TrainerSpec
 from rollout.weights.format import WeightFormat
 
 
@@ -25,6 +30,7 @@ def export(config: ExportConfig) -> None:
 
     Raises:
         ConfigError: there is no such checkpoint, the output directory exists, or the partition is impossible.
+        RunDirectoryError: the checkpoint from which the run would resume is gone.
     """
     run_dir, target = Path(config.run_dir), Path(config.output_dir)
     checkpoint = _checkpoint(run_dir, config.step)
@@ -39,11 +45,17 @@ def export(config: ExportConfig) -> None:
     placed = Counter([nodes[0].name, *[rank.node for rank in ranks]])
     with processes(cluster, num_actors=len(ranks), log_dir=None, nodes=nodes, placed=placed) as running:
         spec = trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4))
-        policy_only = replace(spec, algorithm=AlgorithmConfig())  # neither critic nor reference is needed
-        trainer = running.start_trainer(policy_only, ranks)
-        trainer.load(str(checkpoint / "trainer"))
-        trainer.export(str(target))
+        start_policy(running, spec, ranks, str(checkpoint / "trainer")).export(str(target))
+        mark(target, int(checkpoint.name))
     print(f"wrote {target} from step {checkpoint.name}")
+
+
+def start_policy(running: Processes, spec: TrainerSpec, ranks: Sequence[TrainerRank], checkpoint: str) -> TrainerGroup:
+    """Start ranks with the policy of a trainer's `checkpoint`; they can export it."""
+    policy_only = replace(spec, algorithm=AlgorithmConfig())  # neither critic nor reference is needed
+    trainer = running.start_trainer(policy_only, ranks)
+    trainer.load(checkpoint)
+    return trainer
 
 
 def _run_config(path: Path, overrides: Sequence[str]) -> RunConfig:
@@ -65,12 +77,15 @@ def _partition_problems(config: RunConfig, node: NodeResources) -> list[str]:
 
 
 def _checkpoint(run_dir: Path, step: int) -> Path:
-    """The folder of the checkpoint of `step`, or of the newest checkpoint if it is -1."""
+    """The folder of the checkpoint of `step`; if that is -1, of the checkpoint from which the run would resume."""
     folder = run_dir / "checkpoints"
-    steps = sorted(int(child.name) for child in folder.glob("*") if child.name.isdecimal())
+    checkpoints = Checkpoints(folder)
+    newest = checkpoints.latest() if folder.is_dir() and step == -1 else None
+    if newest is not None:
+        return newest[1]
+    steps = checkpoints.steps() if folder.is_dir() else []
     if not steps:
         raise ConfigError(f"{run_dir} holds no checkpoint; name the directory of a run that saved one")
-    chosen = steps[-1] if step == -1 else step
-    if chosen not in steps:
+    if step not in steps:
         raise ConfigError(f"{run_dir} holds no checkpoint of step {step}; it holds {', '.join(map(str, steps))}")
-    return folder / str(chosen)
+    return folder / str(step)

@@ -31,7 +31,8 @@ class ResumePoint:
 def resume_point(directory: RunDirectory) -> ResumePoint:
     """The start of the run in `directory`; records after that point are moved aside.
 
-    Raises `RunDirectoryError` if the newest checkpoint has no readable state.
+    Raises:
+        RunDirectoryError: the newest checkpoint is gone, or has no readable state.
     """
     newest = directory.latest_checkpoint()
     lost = lost_work(directory.path, newest[0] if newest else 0)

@@ -1,23 +1,29 @@
 """`megatron-rl run`: builds a run, executes it, evaluates its first and last weights, writes the report.
 
-A run resumes from the newest checkpoint of its run directory.
+A run resumes from the newest checkpoint of its run directory. A run that has taken its last step and could not export
+the weights does so now, without engines.
 """
 
+import secrets
 from collections.abc import Sequence
 
 from launcher.checks.check import CheckedRun
+from launcher.cluster.job_folder import note_begin
 from launcher.cluster.node import describe
 from launcher.cluster.processes import Processes, processes
-from launcher.commands.assembly import EXPORT, Shown, execute
+from launcher.commands.assembly import Shown, execute
 from launcher.commands.build import run_places
 from launcher.commands.evaluate import evaluate_directories
+from launcher.commands.export import start_policy
 from launcher.commands.guarding import guarded, ladder_of
 from launcher.commands.resume_point import ResumePoint, resume_point
+from launcher.commands.specs import trainer_spec
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.report.write import write_report
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.exported import POLICY, exported_step, forget_policy, replace_policy
 from launcher.run_dir.places import write_places
 from launcher.run_dir.resume import changed_keys
 from launcher.run_dir.status import StatusFile
@@ -33,11 +39,13 @@ def run(checked: CheckedRun) -> None:
 
     Raises:
         StopRequestedError: the run was asked to stop and has saved a checkpoint.
+        RunDirectoryError: the directory belongs to another run, or its newest checkpoint is gone or unreadable.
     """
     config = checked.config
     with RunDirectory(config.run_dir) as directory:
+        # before `resume_point`, which moves records
+        changes = changed_keys(directory.path, config) if directory.latest_checkpoint() else []
         resume = resume_point(directory)
-        changes = changed_keys(directory.path, config) if resume.first_step else []
         directory.write_config(resolved_yaml(config))
         directory.write_environment(describe())
         write_places(directory.path, run_places(checked.placement))
@@ -84,8 +92,9 @@ def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: Res
 def _run_engines(
     checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint, actions: Sequence[Action]
 ) -> None:
-    """Start processes, run the remaining steps, evaluate both ends, end the processes."""
+    """Start processes, run the remaining steps, export and evaluate the last weights, end the processes."""
     config = checked.config
+    last = max(config.num_steps, resume.first_step)
     shown.status.step = resume.first_step
     shown.status.phase("controller", "start Ray")
     log_dir = directory.path / "logs"
@@ -98,21 +107,43 @@ def _run_engines(
         placed=placement.num_actors_on,
         history=placement.history,
     ) as running:
-        if resume.first_step < config.num_steps:
+        if resume.first_step < last:
+            forget_policy(directory.path, resume.first_step)
             try:
                 execute(checked, directory, shown, running, resume, actions)
             except StopRequestedError:
                 answer_request(directory.path)
                 raise
+        elif exported_step(directory.path / POLICY) != last:
+            _export_last(checked, directory, shown, running, resume)
         if config.evaluation.sets and config.evaluation.bf16_before_after:
             shown.status.phase("engines", "evaluate in bf16")
-            _evaluate_ends(config, directory, shown.progress, running)
+            _evaluate_ends(config, directory, shown.progress, running, last)
 
 
-def _evaluate_ends(config: RunConfig, directory: RunDirectory, progress: RunProgress, running: Processes) -> None:
-    """Evaluate the weights before the first step and after the last one in BF16 engines, once."""
+def _export_last(
+    checked: CheckedRun, directory: RunDirectory, shown: Shown, running: Processes, resume: ResumePoint
+) -> None:
+    """Export the policy of the newest checkpoint, which an earlier start has saved after its last step.
+
+    The ranks end before engines evaluate, which need their devices.
+    """
+    shown.status.phase("trainer", "export")
+    shown.progress.say(f"{POLICY}/ does not hold the weights of step {resume.first_step}: they are exported now")
+    spec = trainer_spec(checked.config, checked.format, secrets.token_hex(4))
+    trainer = start_policy(running, spec, checked.placement.trainers, resume.trainer)
+    note_begin()
+    replace_policy(directory.path, resume.first_step, trainer.export)
+    trainer.ranks.kill_and_wait()
+    running.end_trainer(trainer)
+
+
+def _evaluate_ends(
+    config: RunConfig, directory: RunDirectory, progress: RunProgress, running: Processes, last: int
+) -> None:
+    """Evaluate the weights before the first step and those of `policy/`, of step `last`, in BF16 engines, once."""
     recorded = {(row["format"], row["step"]) for row in directory.evaluation()}
-    models = {0: config.model, config.num_steps: str(directory.path / EXPORT)}
+    models = {0: config.model, last: str(directory.path / POLICY)}
     missing = {step: model for step, model in models.items() if ("bf16", step) not in recorded}
     rows = evaluate_directories(config, missing, running, progress)
     directory.append_evaluation([row.as_row() for row in rows])

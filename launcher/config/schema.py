@@ -182,6 +182,6 @@ class ExportConfig(Config):
     output_dir: str
     """Hugging Face directory to write. It must not exist."""
     step: int = Field(default=-1, ge=-1)
-    """Step of the checkpoint. -1 is the newest one."""
+    """Step of the checkpoint. -1 is the one from which the run would resume (`checkpoints/latest`)."""
     overrides: tuple[str, ...] = ()
     """`key=value` for keys `trainer.` and `cluster.` of the run's configuration."""

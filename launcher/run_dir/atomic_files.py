@@ -46,6 +46,18 @@ def sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
+def sync_tree(path: Path) -> None:
+    """Makes every file below `path` durable, then the folders that name them; a rename must not precede the data."""
+    folders = [path]
+    for child in path.rglob("*"):
+        if child.is_file():
+            sync_file(child)
+        elif child.is_dir():
+            folders.append(child)
+    for folder in folders:
+        sync_folder(folder)
+
+
 def append_line(path: Path, row: Mapping[str, object]) -> None:
     """Appends one JSON line in a single write."""
     with open(path, "a", encoding="utf-8", opener=opener) as file:

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.atomic_files import replace_text, sync_file, sync_folder
+from launcher.run_dir.atomic_files import replace_text, sync_folder, sync_tree
 
 WRITER, WRITE = "checkpoint writer", "write"
 """Actor and activity of the span from the begin of a save to its last file."""
@@ -37,14 +37,17 @@ class Checkpoints:
         return partial
 
     def finish(self, step: int, keep_last: int) -> Path:
-        """Makes the folder of `begin(step)` the newest checkpoint; a thread removes all but the newest `keep_last`."""
+        """Makes the folder of `begin(step)` the newest checkpoint; a thread removes all but the newest `keep_last`.
+
+        Checkpoints of later steps stay and do not count: their run returned by hand to a step before them.
+        """
         partial, final = self._path / f"{step}.partial", self._path / str(step)
-        _sync_tree(partial)
+        sync_tree(partial)
         removed = [self._retire(step)] if final.exists() else []
         partial.rename(final)
         sync_folder(self._path)
         replace_text(self._path / "latest", f"{step}\n")
-        removed += [self._retire(old) for old in self.steps()[:-keep_last] if old != step]
+        removed += [self._retire(old) for old in [each for each in self.steps() if each <= step][:-keep_last]]
         self._removal = threading.Thread(target=_remove, args=(removed,), name="old checkpoints")
         self._removal.start()
         return final
@@ -59,35 +62,42 @@ class Checkpoints:
         return (self._path / str(step)).rename(self._path / f"{step}.removed.partial")
 
     def latest(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest complete checkpoint; None if there is none."""
+        """Step and folder of the newest complete checkpoint; None if there is none.
+
+        Raises:
+            RunDirectoryError: `latest` holds no step, or names a checkpoint that is gone.
+        """
+        text = self._named()
+        if not text:
+            return next(((step, self._path / str(step)) for step in reversed(self.steps())), None)
         pointer = self._path / "latest"
-        text = pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else ""
-        if text and not text.isdecimal():
+        if not text.isdecimal():
             raise RunDirectoryError(
                 f"{pointer} holds {text[:40]!r}, not a step; remove the file to resume the newest checkpoint"
             )
-        named = [int(text)] if text else []
-        existing = [step for step in (named or self.steps()[-1:]) if (self._path / str(step)).is_dir()]
-        return (existing[0], self._path / str(existing[0])) if existing else None
+        folder = self._path / str(int(text))
+        if folder.is_dir():
+            return int(text), folder
+        if self._named() != text:  # the run has saved since, and removed that one
+            return self.latest()
+        left = ", ".join(map(str, self.steps()))
+        raise RunDirectoryError(
+            f"{pointer} names step {text}, but {folder} is missing; checkpoints that are left: "
+            + (f"{left}; write one of them into that file" if left else "none")
+            + f"; to begin anew, remove {self._path}"
+        )
+
+    def _named(self) -> str:
+        """Text of `latest`; empty without that file."""
+        pointer = self._path / "latest"
+        return pointer.read_text(encoding="utf-8", errors="replace").strip() if pointer.exists() else ""
 
     def steps(self) -> list[int]:
         """Steps of all complete checkpoints, ascending."""
-        return sorted(int(child.name) for child in self._path.iterdir() if child.name.isdecimal())
+        return sorted(int(child.name) for child in self._path.iterdir() if child.name.isdecimal() and child.is_dir())
 
 
 def _remove(folders: Sequence[Path]) -> None:
     """A folder that remains is removed when the next checkpoint begins, or raises there."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _sync_tree(path: Path) -> None:
-    """Flushes every file below `path` to disk, then the folders that name them; a rename must not precede the data."""
-    folders = [path]
-    for child in path.rglob("*"):
-        if child.is_file():
-            sync_file(child)
-        elif child.is_dir():
-            folders.append(child)
-    for folder in folders:
-        sync_folder(folder)

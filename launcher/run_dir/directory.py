@@ -2,7 +2,7 @@
 
     config.yaml  environment.json  places.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
     samples/step-N.jsonl  traces/  logs/  logs/stacks/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
-    wandb/  report.html  timeline.json  LOCK
+    policy/  wandb/  report.html  timeline.json  LOCK
 
 Invariants: one process writes at a time (`LOCK`); `metrics.jsonl` holds each step at most once, in order; rows of steps
 that a resume repeats move to `*.abandoned.jsonl`, none is lost; `checkpoints/latest` names a complete checkpoint or
@@ -215,7 +215,10 @@ class RunDirectory:
         The records of the steps before it become durable first: a run resumes after this checkpoint even if the machine
         loses its power now.
         """
-        previous, _ = self.latest_checkpoint() or (0, None)
+        try:
+            previous, _ = self.latest_checkpoint() or (0, None)
+        except RunDirectoryError:  # somebody has removed it, or changed `latest`; the new checkpoint mends that
+            previous = 0
         steps = range(min(previous, step), step)
         records = [path for each in steps for path in (self.samples_path(each), self.traces_path(each))]
         for path in [*(self.path / name for name in RECORDS), *records]:
@@ -225,7 +228,11 @@ class RunDirectory:
         return self._checkpoints.finish(step, keep_last)
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
-        """Step and folder of the newest complete checkpoint; None if there is none."""
+        """Step and folder of the newest complete checkpoint; None if there is none.
+
+        Raises:
+            RunDirectoryError: `checkpoints/latest` holds no step, or names a checkpoint that is gone.
+        """
         return self._checkpoints.latest()
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import read_rows
 from launcher.run_dir.status import read_now
 
@@ -25,13 +26,16 @@ class LostWork:
 
 
 def lost_work(run_dir: Path, step: int) -> LostWork | None:
-    """What a run that resumes at `step` repeats; None at a first start.
+    """What a run that resumes at `step` repeats; None at a first start, or where no status can be read.
 
     Args:
         run_dir: run directory, before records after `step` are moved aside.
         step: step of the newest checkpoint; 0 without one.
     """
-    last = read_now(run_dir)
+    try:
+        last = read_now(run_dir)
+    except (RunDirectoryError, OSError):  # it serves one sentence only, and must not keep a run from its start
+        last = None
     if last is None:
         return None
     repeated = [row for row in read_rows(run_dir / "metrics.jsonl") if int(str(row["step"])) >= step]

@@ -100,15 +100,27 @@ class StatusFile:
 
 
 def read_now(run_dir: Path) -> Now | None:
-    """The last status; None where there is none."""
+    """The last status; None where there is none.
+
+    Raises:
+        RunDirectoryError: the file holds something else.
+    """
     try:
-        return Now(**json.loads((run_dir / STATUS).read_text(encoding="utf-8")))
+        now = Now(**json.loads((run_dir / STATUS).read_text(encoding="utf-8")))
+        _check_numbers(now)
+        return now
     except FileNotFoundError:
         return None
     except (ValueError, TypeError) as error:
         raise RunDirectoryError(
             f"{run_dir / STATUS} holds no status ({error}); another version has written it"
         ) from error
+
+
+def _check_numbers(now: Now) -> None:
+    for name in ("step", "num_steps", "done", "total", "since_s", "written_s"):
+        if not isinstance(getattr(now, name), int | float):
+            raise TypeError(f"`{name}` is no number")
 
 
 def status_lines(run_dir: Path, *, now_s: float) -> list[str]:
@@ -121,14 +133,21 @@ def status_lines(run_dir: Path, *, now_s: float) -> list[str]:
         raise RunDirectoryError(f"`{run_dir}` holds no run: it has neither {STATUS} nor metrics.jsonl")
     now = read_now(run_dir)
     rows = read_rows(run_dir / "metrics.jsonl")
-    newest = Checkpoints(run_dir / "checkpoints").latest() if (run_dir / "checkpoints").is_dir() else None
     request = read_request(run_dir)
     return [
         *(_present(now, now_s) if now is not None else []),
         *_rates(rows, now.num_steps if now is not None else 0),
-        f"checkpoint: step {newest[0]}" if newest else "checkpoint: none",
+        f"checkpoint: {_newest_checkpoint(run_dir / 'checkpoints')}",
         *([f"stop requested {_seconds(now_s - request.time_s)} ago: {request.reason}"] if request else []),
     ]
+
+
+def _newest_checkpoint(folder: Path) -> str:
+    try:
+        newest = Checkpoints(folder).latest() if folder.is_dir() else None
+    except RunDirectoryError as error:  # all other lines are of use to who mends it
+        return str(error)
+    return f"step {newest[0]}" if newest else "none"
 
 
 def _present(now: Now, now_s: float) -> list[str]:

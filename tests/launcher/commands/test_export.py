@@ -10,7 +10,8 @@ from launcher.cluster.node import NodeResources
 from launcher.commands import export as command
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import ClusterConfig, ExportConfig, RunConfig
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, RunDirectoryError
+from launcher.run_dir.exported import exported_step
 from megatron_rl.config import ParallelConfig
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.messages import TrainerSpec
@@ -54,6 +55,7 @@ class Started:
 
     def export(self, path: str) -> None:
         self.calls.append(("export", path))
+        Path(path).mkdir()
 
 
 @pytest.fixture
@@ -84,6 +86,35 @@ def test_a_run_of_a_job_is_exported_on_this_machine_by_one_replica(started: Star
     assert started.parallel == ParallelConfig(pipeline=2) and started.num_ranks == 2
     checkpoint, target = str(run_dir / "checkpoints" / "3" / "trainer"), str(run_dir.parent / "out")
     assert started.calls == [("load", checkpoint), ("export", target)]
+
+
+def test_without_a_step_the_checkpoint_is_exported_from_which_the_run_resumes(started: Started, run_dir: Path) -> None:
+    checkpoints, target = run_dir / "checkpoints", run_dir.parent / "out"
+    (checkpoints / "8").mkdir()  # of steps that were given up by hand
+    (checkpoints / "latest").write_text("3\n")
+    export(run_dir)
+    assert started.calls[0] == ("load", str(checkpoints / "3" / "trainer"))
+    target.rename(run_dir.parent / "first")
+    command.export(ExportConfig(run_dir=str(run_dir), output_dir=str(target), step=8))
+    assert started.calls[0] == ("load", str(checkpoints / "8" / "trainer"))
+    (checkpoints / "3").rmdir()
+    target.rename(run_dir.parent / "second")
+    with pytest.raises(RunDirectoryError, match="latest names step 3"):
+        export(run_dir)
+
+
+def test_an_export_names_its_step(started: Started, run_dir: Path) -> None:
+    export(run_dir)
+    assert exported_step(run_dir.parent / "out") == 3
+
+
+@pytest.mark.parametrize("present", [True, False])
+def test_a_directory_without_checkpoints_is_refused(started: Started, run_dir: Path, present: bool) -> None:
+    (run_dir / "checkpoints" / "3").rmdir()
+    if not present:
+        (run_dir / "checkpoints").rmdir()
+    with pytest.raises(ConfigError, match="holds no checkpoint; name"):
+        export(run_dir)
 
 
 def test_overrides_name_the_partition_and_a_running_cluster(

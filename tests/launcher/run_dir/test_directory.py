@@ -11,6 +11,7 @@ import pytest
 
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import read_rows, replace_rows
+from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.directory import RunDirectory
 from tests.support.deadline import DEADLINE_S
 
@@ -189,6 +190,61 @@ def test_older_checkpoints_are_removed_once_a_newer_one_is_complete(tmp_path: Pa
             run.finish_checkpoint(step, keep_last=2)
         assert run.latest_checkpoint() == (3, tmp_path / "checkpoints" / "3")
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["2", "3", "latest"]
+
+
+def test_checkpoints_of_an_abandoned_trajectory_do_not_count_as_kept_ones(tmp_path: Path) -> None:
+    """After a return to step 2 by hand, 6 and 8 are newer by number only."""
+    with RunDirectory(tmp_path) as run:
+        for step in (2, 6, 8):
+            (run.begin_checkpoint(step) / "state.json").write_text(str(step))
+            run.finish_checkpoint(step, keep_last=9)
+        for step in (3, 4):
+            (run.begin_checkpoint(step) / "state.json").write_text(str(step))
+            run.finish_checkpoint(step, keep_last=2)
+        assert run.latest_checkpoint() == (4, tmp_path / "checkpoints" / "4")
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4", "6", "8", "latest"]
+
+
+def test_a_newest_checkpoint_that_is_gone_is_refused_with_those_that_are_left(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    with RunDirectory(tmp_path) as run:
+        for step in (1, 2, 3):
+            (run.begin_checkpoint(step) / "state.json").write_text(str(step))
+            run.finish_checkpoint(step, keep_last=3)
+        shutil.rmtree(folder / "3")
+        with pytest.raises(RunDirectoryError, match=r"latest names step 3, .* left: 1, 2; write one of them into"):
+            run.latest_checkpoint()
+        (folder / "latest").write_text("2\n")
+        assert run.latest_checkpoint() == (2, folder / "2")
+        for step in (1, 2):
+            shutil.rmtree(folder / str(step))
+        with pytest.raises(RunDirectoryError, match=r"latest names step 2, .* left: none; to begin anew, remove"):
+            run.latest_checkpoint()
+
+
+def test_a_run_saves_on_although_its_newest_checkpoint_was_removed(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        for step in (1, 2):
+            (run.begin_checkpoint(step) / "state.json").write_text(str(step))
+            run.finish_checkpoint(step, keep_last=2)
+            shutil.rmtree(tmp_path / "checkpoints" / "1", ignore_errors=True)
+        assert run.latest_checkpoint() == (2, tmp_path / "checkpoints" / "2")
+
+
+def test_a_reader_takes_the_checkpoint_that_became_the_newest_while_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pointer, read = tmp_path / "latest", Path.read_text
+    pointer.write_text("1\n")
+    (tmp_path / "2").mkdir()
+
+    def read_then_save(path: Path, **given: str) -> str:
+        text = read(path, **given)
+        pointer.write_text("2\n")
+        return text
+
+    monkeypatch.setattr(Path, "read_text", read_then_save)
+    assert Checkpoints(tmp_path).latest() == (2, tmp_path / "2")
 
 
 def test_a_step_does_not_wait_for_the_removal_of_older_checkpoints_but_the_next_save_does(

@@ -5,6 +5,8 @@ import os
 from dataclasses import asdict
 from pathlib import Path
 
+import pytest
+
 from launcher.run_dir.lost_work import LostWork, lost_work
 from launcher.run_dir.status import STATUS, Now
 
@@ -41,3 +43,22 @@ def test_a_start_that_ended_before_its_first_step_loses_its_last_phase(tmp_path:
     now = Now(phase="load", actor="trainer", step=0, num_steps=9, since_s=50.0, written_s=58.0)
     (tmp_path / STATUS).write_text(json.dumps(asdict(now)))
     assert lost_work(tmp_path, 0) == LostWork(num_steps=0, seconds=8.0)
+
+
+@pytest.mark.parametrize("text", ["", '{"phase": "roll', "[]", '{"a": 1}', '{"phase": "x"}', "\x00"])
+def test_a_status_that_holds_none_does_not_keep_a_run_from_its_next_start(tmp_path: Path, text: str) -> None:
+    write_records(tmp_path, ended_s=137.0)
+    (tmp_path / STATUS).write_text(text)
+    assert lost_work(tmp_path, 0) is None
+
+
+@pytest.mark.parametrize("field", ["since_s", "written_s", "step", "num_steps"])
+def test_a_status_with_other_types_is_none_either(tmp_path: Path, field: str) -> None:
+    now = asdict(Now(phase="load", actor="trainer", step=0, num_steps=9, since_s=50.0, written_s=58.0))
+    (tmp_path / STATUS).write_text(json.dumps(now | {field: "soon"}))
+    assert lost_work(tmp_path, 0) is None
+
+
+def test_a_status_that_cannot_be_opened_is_none_either(tmp_path: Path) -> None:
+    (tmp_path / STATUS).mkdir()
+    assert lost_work(tmp_path, 0) is None

@@ -93,3 +93,18 @@ def test_a_status_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
 def test_a_directory_without_a_run_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="holds no run"):
         status_lines(tmp_path, now_s=0.0)
+
+
+def test_a_status_that_holds_none_is_an_error_of_the_command(tmp_path: Path) -> None:
+    (tmp_path / "status.json").write_text("")
+    with pytest.raises(RunDirectoryError, match="holds no status"):
+        status_lines(tmp_path, now_s=0.0)
+
+
+def test_a_newest_checkpoint_that_is_gone_is_said_beside_all_else(tmp_path: Path) -> None:
+    StatusFile(run_dir=tmp_path, num_steps=10).phase("engines", "rollout")
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "checkpoints" / "latest").write_text("2\n")
+    *others, last = status_lines(tmp_path, now_s=time.time())
+    assert others[0].startswith("step 1 of 10: rollout") and last.startswith("checkpoint: ")
+    assert "latest names step 2" in last

@@ -7,7 +7,7 @@ from pathlib import Path
 from launcher.cli import main
 from launcher.run_dir import checkpoints
 
-sync = checkpoints._sync_tree
+sync = checkpoints.sync_tree
 
 
 def sync_late(path: Path) -> None:
@@ -16,5 +16,5 @@ def sync_late(path: Path) -> None:
 
 
 if __name__ == "__main__":
-    checkpoints._sync_tree = sync_late
+    checkpoints.sync_tree = sync_late
     sys.exit(main())

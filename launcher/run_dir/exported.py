@@ -1,0 +1,61 @@
+"""The folder `policy/` of a run: its last weights as a Hugging Face directory, and a mark that names their step.
+
+The mark is written before the folder gets its name, and removed before the weights that it names. So a folder with a
+mark is whole. One without a mark is of an earlier version, or of an earlier course of the run.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from launcher.run_dir.atomic_files import replace_text, sync_folder, sync_tree
+
+POLICY = "policy"
+"""Folder of the run directory."""
+MARK = ".exported_step"
+"""File of an exported directory. Its name has no suffix, so that an export of a model made from it does not copy it."""
+
+
+def exported_step(directory: Path) -> int | None:
+    """Finished steps of the weights in an exported directory; None if they are unknown or the directory is missing."""
+    try:
+        step = json.loads((directory / MARK).read_text(encoding="utf-8"))["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return step if type(step) is int else None
+
+
+def mark(directory: Path, step: int) -> None:
+    """Note that an exported directory holds the weights after `step` finished steps."""
+    replace_text(directory / MARK, json.dumps({"step": step}) + "\n")
+
+
+def replace_policy(run_dir: Path, step: int, export: Callable[[str], None]) -> None:
+    """Let `export` write the weights after `step` steps into a partial folder, which then replaces `policy/`.
+
+    Raises:
+        OSError: a file could not be written; so do the errors of `export`. The earlier folder stays then.
+    """
+    target, partial = run_dir / POLICY, run_dir / f"{POLICY}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    export(str(partial))
+    mark(partial, step)
+    sync_tree(partial)
+    _unmark(target)
+    shutil.rmtree(target, ignore_errors=True)
+    partial.rename(target)
+    sync_folder(run_dir)
+
+
+def forget_policy(run_dir: Path, first_step: int) -> None:
+    """The run takes all steps from `first_step` on again: weights of later ones are no longer its own, but stay."""
+    step = exported_step(run_dir / POLICY)
+    if step is not None and step > first_step:
+        _unmark(run_dir / POLICY)
+
+
+def _unmark(directory: Path) -> None:
+    if directory.is_dir():
+        (directory / MARK).unlink(missing_ok=True)
+        sync_folder(directory)

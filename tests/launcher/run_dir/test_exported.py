@@ -1,0 +1,99 @@
+"""The exported weights of a run and the mark of their step, which are replaced together."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from launcher.run_dir.exported import MARK, POLICY, exported_step, forget_policy, mark, replace_policy
+
+
+def write(text: str):
+    def export(path: str) -> None:
+        Path(path).mkdir()
+        (Path(path) / "weights").write_text(text)
+
+    return export
+
+
+def test_the_mark_is_there_with_the_weights_and_a_failed_export_leaves_the_one_before(tmp_path: Path) -> None:
+    target = tmp_path / POLICY
+    assert exported_step(target) is None
+    (tmp_path / f"{POLICY}.partial").mkdir()  # of a start that was killed
+    replace_policy(tmp_path, 2, write("two"))
+    assert (exported_step(target), (target / "weights").read_text()) == (2, "two")
+
+    def fail(path: str) -> None:
+        Path(path).mkdir()
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        replace_policy(tmp_path, 3, fail)
+    assert (exported_step(target), (target / "weights").read_text()) == (2, "two")
+    replace_policy(tmp_path, 3, write("three"))
+    assert (exported_step(target), (target / "weights").read_text()) == (3, "three")
+    assert [path.name for path in tmp_path.iterdir()] == [POLICY]
+
+
+def test_a_mark_goes_before_the_weights_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start that is killed while it removes an earlier export leaves no folder that seems whole."""
+    target, remove = tmp_path / POLICY, shutil.rmtree
+    replace_policy(tmp_path, 3, write("old"))
+
+    def killed(path: Path, ignore_errors: bool = False) -> None:
+        if path == target:
+            (target / "weights").unlink()
+            raise KeyboardInterrupt
+        remove(path, ignore_errors=ignore_errors)
+
+    monkeypatch.setattr(shutil, "rmtree", killed)
+    with pytest.raises(KeyboardInterrupt):
+        replace_policy(tmp_path, 3, write("new"))
+    assert exported_step(target) is None
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    replace_policy(tmp_path, 3, write("new"))
+    assert (exported_step(target), (target / "weights").read_text()) == (3, "new")
+
+
+def test_all_of_an_export_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[str] = []
+    sync, rename = os.fsync, Path.rename
+
+    def noted_sync(descriptor: int) -> None:
+        sync(descriptor)
+        events.append(Path(f"/proc/self/fd/{descriptor}").readlink().name)
+
+    def noted_rename(path: Path, target: Path) -> Path:
+        events.append("rename")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", noted_sync)
+    monkeypatch.setattr(Path, "rename", noted_rename)
+    replace_policy(tmp_path, 3, write("three"))
+    named = events.index("rename")
+    assert {"weights", MARK, f"{POLICY}.partial"} <= set(events[:named])
+    assert events[named + 1 :] == [tmp_path.name]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"step": "3"}', '{"step": true}', "\x00"])
+def test_a_mark_that_names_no_step_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / MARK).write_text(text)
+    assert exported_step(tmp_path) is None
+
+
+def test_steps_that_are_taken_again_make_an_export_unknown_and_keep_it(tmp_path: Path) -> None:
+    target = tmp_path / POLICY
+    forget_policy(tmp_path, 0)
+    replace_policy(tmp_path, 3, write("three"))
+    forget_policy(tmp_path, 3)
+    assert exported_step(target) == 3
+    forget_policy(tmp_path, 2)
+    assert exported_step(target) is None and (target / "weights").read_text() == "three"
+    mark(target, 5)
+    assert exported_step(target) == 5
+
+
+def test_a_model_made_of_an_export_does_not_inherit_its_mark() -> None:
+    """An export copies files of some suffixes from the directory of its model (`megatron_rl.weights.hf_export`)."""
+    assert not Path(MARK).suffix
