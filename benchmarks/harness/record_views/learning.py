@@ -163,6 +163,7 @@ GUARD = View(
         "`advise` says what `act` does, and changes nothing.",
         "The causes of k3 are explained in `docs/mismatch.md`; `interaction` is the product of the first two.",
         "The cost of the guard is the time of further starts of engines and trainer, and of steps with BF16 rollouts.",
+        "Other work of low priority ran beside the runs, so their seconds are upper bounds.",
         OWN_WARM,
     ),
 )
