@@ -1,8 +1,9 @@
 """Evaluation sets: avg@k and pass@k of the scored groups.
 
 The score of a response is the `acc` that its reward function reports (the convention of verl's data sets), otherwise
-its reward. avg@k is the mean score over all samples. pass@k is the share of prompts with at least one sample that
-scored above `PASS_SCORE`.
+its reward. A response whose scoring failed scores 0, whatever `reward.failure_score` is: it has no `acc`, and the
+reward may have another scale. avg@k is the mean score over all samples. pass@k is the share of prompts with at least
+one sample that scored above `PASS_SCORE`.
 
 Every row names the weight format of the engine, so an 8-bit figure is never shown as the BF16 figure. `changes` puts
 the first and last evaluation of a run side by side, per set, data source and weight format.
@@ -13,7 +14,7 @@ from dataclasses import asdict, dataclass
 from statistics import fmean
 from typing import Self
 
-from rollout.types import Score, ScoredGroup
+from rollout.types import Score, ScoredGroup, ScoreStatus
 
 PASS_SCORE = 0.5
 
@@ -95,7 +96,9 @@ def _row(name: str, source: str, groups: Sequence[ScoredGroup], *, format: str, 
 
 
 def accuracy(score: Score) -> float:
-    """`acc` of the reward function's details if present, else the reward."""
+    """`acc` of the reward function's details if present, else the reward; 0 if scoring failed."""
+    if score.status is not ScoreStatus.OK:
+        return 0.0
     return dict(score.details).get("acc", score.reward)
 
 

@@ -79,9 +79,9 @@ def call_reward(request: RewardRequest) -> RewardOutcome:
         returned = _begin(request)
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
+        return read_outcome(returned, function=request.function)
     except BaseException as error:  # the border to the user's code: no sample ends the run, not by `sys.exit` either
         return _failed(error)
-    return read_outcome(returned, function=request.function)
 
 
 async def call_reward_async(request: RewardRequest, *, timeout_s: float) -> RewardOutcome:
@@ -92,9 +92,9 @@ async def call_reward_async(request: RewardRequest, *, timeout_s: float) -> Rewa
             returned = _begin(request)
             if inspect.isawaitable(returned):
                 returned = await returned
+        return late_outcome(timeout_s) if limit.expired() else read_outcome(returned, function=request.function)
     except BaseException as error:  # as above
         return late_outcome(timeout_s) if limit.expired() else _failed(error)
-    return late_outcome(timeout_s) if limit.expired() else read_outcome(returned, function=request.function)
 
 
 def late_outcome(timeout_s: float) -> RewardOutcome:
@@ -116,22 +116,44 @@ def _failed(error: BaseException) -> RewardOutcome:
 
 
 def read_outcome(returned: object, *, function: str) -> RewardOutcome:
-    """Outcome of a returned number, or of a dict with a number under `score`; its further numbers become details."""
+    """Outcome of a returned number, or of a dict with a number under `score`; its further numbers become details.
+
+    A detail that is not finite is left out, but an `acc` is an error then: evaluations would take `score` in its place.
+    """
     reward = returned.get("score") if isinstance(returned, Mapping) else returned
     if not isinstance(reward, Real):
         return RewardOutcome(
             misuse=f"{FIELD}: {function} returned {returned!r:.200}; it must return a number, or a dict with `score`"
         )
-    if not math.isfinite(reward):
-        return RewardOutcome(error=f"returned {reward}, which is not finite")
-    return RewardOutcome(reward=float(reward), details=_details(returned))
+    if not math.isfinite(number := _float(reward)):
+        return RewardOutcome(error=f"returned {_shown(reward)}, which is not finite as a float")
+    accuracy = returned.get("acc") if isinstance(returned, Mapping) else None
+    if isinstance(accuracy, Real) and not math.isfinite(_float(accuracy)):
+        return RewardOutcome(error=f"returned `acc` = {_shown(accuracy)}, which is not finite as a float")
+    return RewardOutcome(reward=number, details=_details(returned))
 
 
 def _details(returned: object) -> tuple[tuple[str, float], ...]:
     if not isinstance(returned, Mapping):
         return ()
     numbers = ((str(name), value) for name, value in returned.items() if name != "score")
-    return tuple((name, float(value)) for name, value in numbers if isinstance(value, Real))
+    details = ((name, _float(value)) for name, value in numbers if isinstance(value, Real))
+    return tuple((name, value) for name, value in details if math.isfinite(value))
+
+
+def _float(value: Real) -> float:
+    """The value as a float; infinite if it is too large for one."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _shown(value: Real) -> str:
+    try:
+        return f"{value!r:.50}"
+    except ValueError:  # Python writes no whole number of more than 4300 digits
+        return "a number of very many digits"
 
 
 @lru_cache(maxsize=1)

@@ -1,12 +1,15 @@
 """Built-in rule rewards case by case, and permitted return values of reward functions."""
 
+import asyncio
 import math
+import time
+from fractions import Fraction
 
 import pytest
 
 from rollout.rewards import exact
 from rollout.rewards import math as mathematics
-from rollout.rewards.call import RewardOutcome, RewardRequest, call_reward, read_outcome
+from rollout.rewards.call import RewardOutcome, RewardRequest, call_reward, call_reward_async, read_outcome
 
 
 def score_of(module, response, truth):
@@ -30,6 +33,25 @@ def score_of(module, response, truth):
         ("answer:\n17", "17"),
         ("18 dollars\n#### 18", "She sells 9 x 2 = <<9*2=18>>18\n#### 18"),
         ("1e3", "1000"),
+        ("\\boxed{\\frac{1}{2}}", "0.5"),
+        ("\\boxed{0.5}", "\\frac{1}{2}"),
+        ("\\boxed{-\\dfrac{1}{2}}", "-1/2"),
+        ("\\boxed{5 \\text{ cm}^2}", "5"),
+        ("\\boxed{10{,}000\\,\\mathrm{m}}", "10000"),
+        ("\\boxed{90^\\circ}", "90"),
+        ("\\boxed{\\$18}", "18"),
+        ("\\boxed{x = 7}", "7"),
+        ("The answer is \\(42\\).", "42"),
+        ("The answer is 3 + 4 = **7** apples", "7"),
+        ("answer: 60 km/h", "60"),
+        ("answer: a 3-year plan", "3"),
+        ("answer: 25 cm²", "25"),
+        ("\\boxed{1, 2, 3}", "1,2,3"),
+        ("answer: 50 %.", "50"),
+        ("\\boxed{42}\n\nThis answer is consistent.", "42"),
+        ("#### 42\n\nThe answer is correct.", "42"),
+        ("I fill \\boxed{} later. The answer is 42", "42"),
+        ("#### Step 1: add\nThe answer is 42", "42"),
     ],
 )
 def test_right_answers_score_one(response, truth):
@@ -50,10 +72,34 @@ def test_right_answers_score_one(response, truth):
         ("answer: Paris", "London"),
         ("70", "7"),
         ("", ""),
+        ("\\boxed{\\frac{1}{2}}", "2"),
+        ("\\boxed{\\sqrt{2}}", "2"),
+        ("\\boxed{1\\frac{1}{2}}", "5.5"),
+        ("\\boxed{2\\pi}", "2"),
+        ("\\boxed{2x}", "2"),
+        ("\\boxed{x-5}", "-5"),
+        ("\\boxed{x^2 = 4}", "4"),
+        ("\\boxed{(3,5)}", "5"),
+        ("\\boxed{2,3}", "23"),
+        ("\\boxed{1,00}", "100"),
+        ("answer: 5 or 7", "7"),
+        ("answer: 5 pi", "5"),
+        ("answer: \N{MINUS SIGN}7", "7"),
+        ("answer: 7, in the box \\boxed{8}, no, the answer is 7", "7"),
     ],
 )
 def test_wrong_answers_score_zero(response, truth):
     assert score_of(exact, response, truth) == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["\\boxed{", "#### 1\n", "\\boxed{=" + " " * 9, "####answer is", "answer is " + "(" * 9, "\\text{"]
+)
+def test_a_response_that_repeats_itself_is_read_in_time(text):
+    begin = time.process_time()
+    score_of(exact, text * 10_000, "7")
+    score_of(exact, f"\\boxed{{{text * 10_000}", "7")
+    assert time.process_time() - begin < 5.0
 
 
 def test_parsed_tells_whether_an_answer_was_extracted():
@@ -93,6 +139,44 @@ def test_other_return_values_are_errors_that_name_the_contract(returned):
 
 def test_a_reward_that_is_not_finite_is_an_error():
     assert "not finite" in read_outcome(math.nan, function="f").error
+    assert "not finite" in read_outcome({"score": 10**400}, function="f").error
+    assert "not finite" in read_outcome(10**5000, function="f").error
+
+
+def test_details_that_are_not_finite_are_left_out():
+    returned = {"score": 1.0, "pred": 10**400, "length": math.inf, "steps": 3}
+    assert read_outcome(returned, function="f") == RewardOutcome(reward=1.0, details=(("steps", 3.0),))
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf, 10**30_000 // 10**29_600])
+def test_an_accuracy_that_is_not_finite_is_an_error_and_not_the_reward(value):
+    outcome = read_outcome({"score": -1.0, "acc": value}, function="f")
+    assert f"`acc` = {str(value)[:20]}" in outcome.error
+    assert not outcome.details
+
+
+def returns_an_odd_number(**_):
+    return {"score": Odd(), "acc": 1.0}
+
+
+class Odd(Fraction):
+    def __float__(self):
+        raise RuntimeError("no float")
+
+
+async def awaits_an_odd_number(**_):
+    return returns_an_odd_number()
+
+
+@pytest.mark.parametrize("name", ["returns_an_odd_number", "awaits_an_odd_number"])
+def test_a_number_that_cannot_be_read_is_an_error_of_the_call(name):
+    request = RewardRequest(
+        function=f"{__name__}.{name}", data_source="", solution_str="", ground_truth="", extra_info_json="null"
+    )
+    outcome = (
+        asyncio.run(call_reward_async(request, timeout_s=60)) if name.startswith("await") else call_reward(request)
+    )
+    assert outcome.error == "RuntimeError: no float"
 
 
 def test_an_exception_of_a_reward_function_becomes_text():
