@@ -17,7 +17,7 @@ from launcher.checks.fit import fit
 from launcher.checks.formats import weight_format_warnings
 from launcher.checks.fp8 import fp8_problems, fp8_warnings
 from launcher.checks.functions import function_problems
-from launcher.checks.memory import MemoryPlan, allocator_problems, sft_memory
+from launcher.checks.memory import MemoryPlan, allocator_problems, sft_memory, store_warnings
 from launcher.checks.model import engine_problems, partition_problems, response_lengths
 from launcher.checks.paths import file_problems, folder_problems, warm_start_target
 from launcher.cluster.node import NodeResources
@@ -74,7 +74,7 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
     config = fitted.config
     format = WeightFormat.of(config.engine)
     warnings = weight_format_warnings(spec, format, nodes[0]) + fp8_warnings(spec, config.trainer, format)
-    warnings += deadline_warnings(config.trainer)
+    warnings += deadline_warnings(config.trainer) + store_warnings(config, fitted.placement)
     return CheckedRun(
         config=config,
         spec=spec,

@@ -4,14 +4,15 @@ A refusal names each table that does not fit, its worst phase, and the changes t
 by effect (`launcher.checks.memory_changes`).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from launcher.checks.memory_changes import changes_of, conflicts
 from launcher.cluster.node import NodeResources
-from launcher.cluster.placement import plan
+from launcher.cluster.placement import Placement, plan
 from launcher.cluster.weight_route import Transport
-from launcher.config.schema import SftConfig
+from launcher.config.schema import RunConfig, SftConfig
 from launcher.errors import ConfigError
 from launcher.estimate.device_memory import with_reserve
 from launcher.estimate.planned_run import PlannedRun
@@ -23,6 +24,9 @@ from megatron_rl.model.spec import ModelSpec
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables with settings of torch's allocator of device memory."""
 
+RESPONSE_TOKEN_BYTES = 9
+"""Of a response token in the object store: its id, its log-probability and a flag."""
+_STORE_GRAIN = 256 << 20
 MAX_CHANGES = 5
 """Changes that a refusal lists."""
 
@@ -93,6 +97,32 @@ def run_memory(run: PlannedRun, nodes: Sequence[NodeResources]) -> MemoryPlan:
         tables=tables,
         shortages=tuple(Shortage(table=table, changes=_effects(table, tables, changed)) for table in lacking),
     )
+
+
+def store_warnings(config: RunConfig, placement: Placement) -> list[str]:
+    """Warns of an object store that could not hold the responses of a step in memory, if all had the longest length.
+
+    Engines' nodes hold what their engines sampled until a step later, and what is sampled ahead. Trainers' nodes fetch
+    the shares of their replicas.
+    """
+    algorithm = config.algorithm
+    responses = algorithm.prompts_per_step * algorithm.group_size
+    step_bytes = responses * config.sampling.max_response_tokens * RESPONSE_TOKEN_BYTES
+    on_engines = {slot.node for slot in placement.serving}
+    replicas = {(rank.node, rank.data_rank) for rank in placement.trainers}
+    most = 0.0
+    for node in {*on_engines, *[node for node, _ in replicas]}:
+        sampled = (2 + config.planner.overlap) / len(on_engines) if node in on_engines else 0.0
+        fetched = sum(at == node for at, _ in replicas) / config.trainer.parallel.data
+        most = max(most, step_bytes * (sampled + fetched))
+    store = config.cluster.object_store_bytes
+    if most <= store:
+        return []
+    wanted = math.ceil(most / _STORE_GRAIN) * _STORE_GRAIN
+    return [
+        f"`cluster.object_store_bytes` = {store}: responses of the longest length take {most / 2**20:.0f} MiB of a "
+        f"node's store, and Ray writes what does not fit to disk, so that training waits; set it to {wanted}"
+    ]
 
 
 def _changed_runs(run: PlannedRun, nodes: Sequence[NodeResources]) -> dict[tuple[str, str], tuple[MemoryTable, ...]]:

@@ -15,6 +15,7 @@ from launcher.checks.deadlines import warnings_of_estimate
 from launcher.checks.fit import Fit, fit
 from launcher.checks.formats import weight_format_warnings
 from launcher.checks.fp8 import fp8_warnings
+from launcher.checks.memory import store_warnings
 from launcher.cluster.node import NodeResources
 from launcher.commands.plan_report import Report, memory_lines, plan_figures, time_lines
 from launcher.config.loading import listing
@@ -147,6 +148,7 @@ def planned(config: RunConfig, options: PlanOptions) -> tuple[Report, StepEstima
             *weight_format_warnings(spec, format, nodes[0]),
             *fp8_warnings(spec, config.trainer, format),
             *(warnings_of_estimate(config, estimate.train.seconds) if estimate else ()),
+            *(store_warnings(fitted.config, fitted.placement) if fitted else ()),
         ),
     )
     return report, estimate, given

@@ -5,7 +5,7 @@ Runs in the process that has the tokenizer (`rollout.rewards.text_actor`); the c
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypedDict
 
@@ -40,7 +40,7 @@ class SampleWriter:
 
     def write(
         self,
-        groups: Sequence[tuple[ScoredGroup, GroupColumns]],
+        groups: Iterable[tuple[ScoredGroup, GroupColumns]],
         *,
         samples_path: Path,
         traces_path: Path | None,
@@ -48,13 +48,26 @@ class SampleWriter:
     ) -> list[SampleRow]:
         """Write one row per response to `samples_path`, and one trace per response to `traces_path` if given.
 
-        Returns the first `num_returned` rows. A reader of a file sees the old content or the new.
+        Returns the first `num_returned` rows. A reader of a file sees the old content or the new. Groups are taken and
+        written one after another, because the tokens of a large step would fill the memory of a process.
         """
-        rows = [row for group, columns in groups for row in self._rows(group, columns)]
-        _replace_rows(samples_path, rows)
-        if traces_path is not None:
-            _replace_traces(traces_path, [trace for group, columns in groups for trace in _traces(group, columns)])
-        return rows[:num_returned]
+        returned: list[SampleRow] = []
+        samples_partial = samples_path.with_name(samples_path.name + ".partial")
+        traces_partial = None if traces_path is None else traces_path.with_name(traces_path.name + ".partial")
+        if traces_partial is not None:
+            traces_partial.unlink(missing_ok=True)  # `write_traces` appends
+            write_traces(traces_partial, ())
+        with open(samples_partial, "w", encoding="utf-8", opener=opener) as file:
+            for group, columns in groups:
+                rows = self._rows(group, columns)
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+                returned += rows[: num_returned - len(returned)]
+                if traces_partial is not None:
+                    write_traces(traces_partial, _traces(group, columns))
+        samples_partial.replace(samples_path)
+        if traces_partial is not None and traces_path is not None:
+            traces_partial.replace(traces_path)
+        return returned
 
     def _rows(self, group: ScoredGroup, columns: GroupColumns) -> list[SampleRow]:
         prompt = group.group.prompt
@@ -89,17 +102,3 @@ def _traces(group: ScoredGroup, columns: GroupColumns) -> list[Trace]:
         )
         for sample, reward in enumerate(group.rewards)
     ]
-
-
-def _replace_rows(path: Path, rows: Sequence[SampleRow]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "w", encoding="utf-8", opener=opener) as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    partial.replace(path)
-
-
-def _replace_traces(path: Path, traces: Sequence[Trace]) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.unlink(missing_ok=True)  # `write_traces` appends
-    write_traces(partial, traces)
-    partial.replace(path)

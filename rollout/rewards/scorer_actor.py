@@ -21,9 +21,13 @@ from rollout.types import GroupColumns, PromptGroup, ScorerAnswer
 _log = logging.getLogger(__name__)
 
 
-@ray.remote
+@ray.remote(max_concurrency=1 << 16)
 class ScorerActor:
-    """Passes groups to a `ResponseScorer`."""
+    """Passes groups to a `ResponseScorer`.
+
+    Ray's default of 1,000 calls at a time would let `alive` wait behind the groups of a large step, so that a scorer
+    that works counted as one that hangs.
+    """
 
     def __init__(self, model_directory: str, config: RewardConfig) -> None:
         """Only remembers its arguments; `start` does the work, so that its errors reach the caller unwrapped."""

@@ -10,7 +10,7 @@ Both parts need the tokenizer. `transformers` imports torch, which the controlle
 of their own. The parts are plain classes; Ray is used here only.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,11 +85,8 @@ class TextActor:
         self, groups: Sequence[ScoredGroup], *, samples_path: str, traces_path: str, num_returned: int
     ) -> WrittenSamples:
         """See `SampleWriter.write`; an empty `traces_path` writes no traces."""
-        parts: list[GroupColumns] = ray.get([part for group in groups for part in group.columns])
-        of_groups = iter(parts)
-        columns = [joined([next(of_groups) for _ in group.columns]) for group in groups]
         rows = self._started().samples.write(
-            list(zip(groups, columns, strict=True)),
+            _with_columns(groups),
             samples_path=Path(samples_path),
             traces_path=Path(traces_path) if traces_path else None,
             num_returned=num_returned,
@@ -110,6 +107,12 @@ class TextActor:
             write_stacks_on_signal()
             self._parts = TextParts.start(self._directory)
         return self._parts
+
+
+def _with_columns(groups: Sequence[ScoredGroup]) -> Iterator[tuple[ScoredGroup, GroupColumns]]:
+    """Each group with its tokens, which are fetched when its turn comes and may leave the memory after it."""
+    for group in groups:
+        yield group, joined(ray.get(list(group.columns)))
 
 
 def _this_process() -> ProcessId:

@@ -6,11 +6,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from examples.recipes.plans import load_recipe, options
 from history.index.segment import file_bytes
 from history.types import PastResponse
-from launcher.checks.memory import MemoryPlan, Shortage, allocator_problems, run_memory
+from launcher.checks.memory import MemoryPlan, Shortage, allocator_problems, run_memory, store_warnings
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import plan
+from launcher.commands.plan import planned_nodes
 from launcher.config.schema import RunConfig
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.tables import MemoryTable
@@ -351,3 +353,15 @@ def test_expandable_segments_are_refused_where_engines_map_memory_of_the_trainer
     assert "remove `expandable_segments:True`" in problem and "`publish.transport` to shm" in problem
     assert not allocator_problems("nccl", environment) and not allocator_problems("cuda_ipc", {name: "backend:native"})
     assert not allocator_problems("cuda_ipc", {})
+
+
+def test_an_object_store_that_cannot_hold_the_longest_responses_causes_a_warning() -> None:
+    """512 x 16 responses of 20,480 tokens of 9 bytes; two steps on 16 nodes, and an eighth on each trainer's node."""
+    config = load_recipe("dapo-qwen2.5-32b-16n8g", "cluster.object_store_bytes=268435456")
+    placement = plan(config, planned_nodes(config, options()))
+    (warning,) = store_warnings(config, placement)
+    step_mib = 512 * 16 * 20_480 * 9 / 2**20
+    assert f"take {step_mib * (2 / 16 + 1 / 8):.0f} MiB of a node's store" in warning
+    assert warning.endswith(f"set it to {2 * (256 << 20)}")
+    enough = load_recipe("dapo-qwen2.5-32b-16n8g", f"cluster.object_store_bytes={512 << 20}")
+    assert store_warnings(enough, placement) == []

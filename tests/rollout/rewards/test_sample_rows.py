@@ -2,6 +2,8 @@
 
 import json
 import math
+import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,3 +77,25 @@ def test_the_trace_of_a_response_that_is_left_out_has_no_reward(tmp_path: Path, 
     rewards = [trace.reward for trace in read_traces(target)]
     assert math.isnan(rewards[1])
     assert [rewards[0], *rewards[2:]] == [group.rewards[0], *group.rewards[2:]]
+
+
+def test_groups_are_written_one_after_another_and_leave_the_memory(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    tokens: list[weakref.ref[np.ndarray]] = []
+
+    def groups() -> Iterator[tuple[ScoredGroup, GroupColumns]]:
+        for number in range(5):
+            assert sum(each() is not None for each in tokens) <= 1, "tokens of earlier groups are kept"
+            group, _ = with_columns(number)
+            own = replace(group.columns[0], response_ids=group.columns[0].response_ids.copy())
+            tokens.append(weakref.ref(own.response_ids))
+            group = replace(group, columns=())
+            yield group, own
+            del group, own
+
+    samples, traces = tmp_path / "samples.jsonl", tmp_path / "traces.jsonl"
+    rows = SampleWriter(tokenizer).write(groups(), samples_path=samples, traces_path=traces, num_returned=6)
+    assert [(row["prompt_id"], row["sample"]) for row in rows] == [("t/0", n) for n in range(4)] + [
+        ("t/1", 0),
+        ("t/1", 1),
+    ]
+    assert len(samples.read_text(encoding="utf-8").splitlines()) == 20 == len(list(read_traces(traces)))
