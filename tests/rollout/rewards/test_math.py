@@ -79,7 +79,7 @@ def test_other_forms_of_the_same_value_are_right(answer: str, truth: str) -> Non
 def test_an_answer_that_no_computer_could_write_down_is_wrong_at_once(answer: str) -> None:
     began = time.monotonic()
     assert compute_score("set", rf"\boxed{{{answer}}}", "42", None) == {"score": 0.0, "parsed": 1.0}
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < 60, "without the bound the comparison does not end"
 
 
 def test_the_last_box_counts_alone_and_boxes_together_are_a_set() -> None:
