@@ -2,10 +2,10 @@
 
 `python -m benchmarks.end_to_end --json OUT [--peers DIR] [--seeds N ..] [--only ARM ..] [--resume] [--quick]`.
 
-The regime is that of real RL, scaled to two cores: a model of a million parameters with a context of 2,304 tokens,
-answers with a mean near 250 tokens and a tail to 2,000 (`benchmarks.end_to_end.chains`), 48 prompts, 4 x 8 responses a
-step, five epochs. Decoding is bound by the fixed cost of a forward, as on GPUs. The benchmark ends with an error unless
-the base spends 70 to 90 % of its steps in rollout.
+The regime is that of real RL, scaled to two cores: a model of half a million parameters with a context of 2,304
+tokens, answers with a mean near 250 tokens and a tail to 2,000 (`benchmarks.end_to_end.chains`), 48 prompts, 4 x 8
+responses a step, five epochs. Decoding is bound by the fixed cost of a forward, as on GPUs. The benchmark ends with an
+error unless the base spends 70 to 90 % of its steps in rollout.
 
 Arms (`benchmarks.end_to_end.arms`) run from one warm start with the same prompts, held-out problems, batch and learning
 rate. Their order is reversed with every seed, so slow drifts of the machine affect all alike. Trainer and engine have a
@@ -32,7 +32,7 @@ from benchmarks.end_to_end.resumed import kept, machine_name
 from benchmarks.end_to_end.run_arm import FULL, QUICK, Place, run
 from benchmarks.harness.record import arguments, rows_before, write
 
-NOT_MEASURED = ("any GPU", "a model of more than a million parameters", "several engines, or nodes")
+NOT_MEASURED = ("any GPU", "a model of more than half a million parameters", "several engines, or nodes")
 _INT8_CHECK = "rollout.worker.exact_int8"
 
 

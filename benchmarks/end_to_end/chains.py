@@ -36,7 +36,7 @@ MIN_OPERATIONS, MAX_OPERATIONS = 2, 18
 LETTERS = "abcdefghijklmnopqr"
 MAX_DIGIT = 3
 """Small, so that a model of this size learns the sums in minutes."""
-MEDIAN_TOKENS, SIGMA = 160.0, 0.95
+MEDIAN_TOKENS, SIGMA = 130.0, 1.3
 """Of the lognormal distribution of lengths, whose mean is then near 250."""
 MIN_TOKENS, MAX_TOKENS = 24, 1960
 """Lengths are cut here. A response may have 2,000 tokens."""
@@ -47,9 +47,9 @@ HELD_OUT_TOKENS = 420
 SHORT_SHARE, SHORT_TOKENS = 0.5, 200
 """Share of the demonstrations that are drawn from answers of up to this length, so that the warm start is short."""
 
-CAREFUL_SHARE = 0.3
+CAREFUL_SHARE = 0.2
 """Share of careful answers among the demonstrations."""
-WRONG_SHARE = 0.06
+WRONG_SHARE = 0.1
 """Chance that a line of a quick answer is wrong."""
 USUAL_WORD = 0.7
 """Chance of the first wording of each pair."""
