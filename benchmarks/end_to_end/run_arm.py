@@ -28,9 +28,13 @@ HELD_OUT = "held_out"
 STEPS_PER_EPOCH = 12
 PEER_SETTINGS: Mapping[str, Mapping[str, int]] = {
     "plain_loop": {"threads": 2, "micro_batch_tokens": 8192, "samples_at_once": 32},
-    "trl_grpo": {"threads": 2, "micro_batch_tokens": 8192, "samples_at_once": 8},
+    "trl_grpo": {"threads": 2, "micro_batch_tokens": 8192, "samples_at_once": 32},
 }
-"""What was tuned for each peer; other settings are the same for all stacks."""
+"""What was tuned for each peer; other settings are the same for all stacks.
+
+On seed 1004, seconds of the first 20 steps: the plain loop takes 2.1 a step with two threads and 2.4 with one, as long
+with batches of 4,096 tokens. TRL takes 4.2 with all 32 samples at once, 4.9 with 8, and longer with one thread.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
