@@ -200,5 +200,8 @@ class CheckpointConfig(Config):
     """Steps between checkpoints. 0 means only after the last step."""
     keep_last: int = Field(default=2, gt=0)
     """Number of checkpoints to keep. Older ones are removed once a newer one is complete."""
+    keep_last_samples: int = Field(default=0, ge=0)
+    """Number of newest steps whose files in `samples/` and `traces/` are kept, beside those of the first step. Older
+    files are removed once a checkpoint is complete. 0 keeps all: about 10 bytes a token."""
     background: bool = True
     """Write checkpoints while the run goes on, from copies in host memory. Otherwise the run waits, without copies."""

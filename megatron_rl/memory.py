@@ -24,6 +24,9 @@ TRAINER_PROCESS_BYTES = 700 << 20
 ENGINE_PROCESS_BYTES = 1500 << 20
 """The two processes of an AsyncLLM engine without weights and KV cache. Each further rank adds half of it."""
 
+PACKED_TOKEN_BYTES, PREPARED_TOKEN_BYTES = 49, 25
+"""Of a response token of a step on its rank: as it is packed, and at most what prepared columns add to it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryItem:
@@ -110,15 +113,31 @@ def _optimizer_width(trainer: TrainerConfig, optimizer: OptimizerConfig) -> int:
 
 
 def trainer_rank(
-    spec: ModelSpec, trainer: TrainerConfig, *, longest_sample: int, further: FurtherSpecs = NO_FURTHER
+    spec: ModelSpec,
+    trainer: TrainerConfig,
+    *,
+    longest_sample: int,
+    step_tokens: int = 0,
+    further: FurtherSpecs = NO_FURTHER,
 ) -> Sequence[MemoryItem]:
-    """Memory of the trainer rank that needs most while it trains; `longest_sample` in tokens, prompt and response."""
+    """Memory of the trainer rank that needs most while it trains.
+
+    Args:
+        spec: the policy's architecture.
+        trainer: the trainer's configuration.
+        longest_sample: tokens of prompt and response.
+        step_tokens: tokens of all samples of a step; every data-parallel rank holds its share of them.
+        further: models beside the policy.
+    """
     tokens = max(trainer.max_micro_batch_tokens, longest_sample)
     stages = [
         _with_further(_stage_rank(spec, trainer, pipeline_rank, tokens), trainer, pipeline_rank, tokens, further)
         for pipeline_rank in range(trainer.parallel.pipeline)
     ]
-    return max(stages, key=lambda items: sum(item.num_bytes for item in items))
+    of_step = (PACKED_TOKEN_BYTES + PREPARED_TOKEN_BYTES) * step_tokens // trainer.parallel.data
+    step = MemoryItem(what="samples of a step", num_bytes=of_step, knob="sampling.max_response_tokens")
+    largest = max(stages, key=lambda items: sum(item.num_bytes for item in items))
+    return [*largest, step] if of_step else largest
 
 
 def _stage_rank(spec: ModelSpec, trainer: TrainerConfig, pipeline_rank: int, tokens: int) -> Sequence[MemoryItem]:

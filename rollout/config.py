@@ -45,6 +45,9 @@ class DataConfig(Config):
     """Most tokens of a prompt, counted after the chat template."""
     overlong_prompts: Literal["refuse", "drop", "truncate"] = "refuse"
     """`refuse` ends the run at load and names the row. `drop` and `truncate` (from the left) are counted."""
+    chat_template_arguments: dict[str, str | int | float | bool] = {}
+    """Arguments of the chat template by name, as `enable_thinking`, for training and evaluation prompts. A name that
+    the template does not read is refused."""
     shuffle: bool = True
     """Shuffle the prompts anew in every epoch, by the run's seed and the epoch number."""
 

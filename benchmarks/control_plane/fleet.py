@@ -22,7 +22,7 @@ from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.wandb import Tracker
 from megatron_rl.batching.cost_model import CostModel
-from megatron_rl.config import AlgorithmConfig, ParallelConfig
+from megatron_rl.config import AlgorithmConfig, CheckpointConfig, ParallelConfig
 from megatron_rl.controller.controller import Controller, LoopSettings
 from megatron_rl.controller.delivery import ShmDelivery
 from megatron_rl.controller.phases import PhaseClock, Phases
@@ -156,7 +156,7 @@ class Fleet:
             status=StatusFile(run_dir=self._directory.path, num_steps=steps),
             text_actor=self.scorer,
             engines=self.engines,
-            saves=Saves(self._directory, history=self.service, keep_last=1, background=True),
+            saves=Saves(self._directory, CheckpointConfig(keep_last=1), history=self.service),
             baseline_engines=(),
             table_rows=0,
             record_traces=False,

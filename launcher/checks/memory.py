@@ -14,12 +14,14 @@ from launcher.cluster.placement import Placement, plan
 from launcher.cluster.weight_route import Transport
 from launcher.config.schema import RunConfig, SftConfig
 from launcher.errors import ConfigError
-from launcher.estimate.device_memory import with_reserve
+from launcher.estimate.device_memory import CONTEXT_BYTES, with_reserve
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.run_tables import run_tables
 from launcher.estimate.tables import MemoryTable, gib
+from megatron_rl.config import TrainerConfig
 from megatron_rl.memory import TRAINER_PROCESS_BYTES, MemoryItem, trainer_rank
 from megatron_rl.model.spec import ModelSpec
+from megatron_rl.weights.state_sizes import rank_state
 
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Variables with settings of torch's allocator of device memory."""
@@ -200,3 +202,21 @@ def allocator_problems(transport: Transport, environment: Mapping[str, str]) -> 
         for name in ALLOCATOR
         if transport == "cuda_ipc" and "expandable_segments:true" in environment.get(name, "").lower()
     ]
+
+
+def export_problems(spec: ModelSpec, trainer: TrainerConfig, node: NodeResources, *, is_alone: bool) -> list[str]:
+    """Problems of an export's weights on a node, which has all ranks if it `is_alone`."""
+    parallel, plain = trainer.parallel, trainer.model_copy(update={"fp8": "none"})
+    stages = [rank_state(spec, plain, pipeline_rank=rank).parameters for rank in range(parallel.pipeline)]
+    if node.gpu_bytes:
+        needed, available, what = max(stages) + CONTEXT_BYTES, min(node.gpu_bytes), "a rank's weights take"
+    elif is_alone:
+        ranks = parallel.world_size // parallel.pipeline
+        needed = ranks * (sum(stages) + parallel.pipeline * TRAINER_PROCESS_BYTES)
+        available, what = node.available_bytes, "the weights of all ranks take"
+    else:
+        return []
+    if needed <= available:
+        return []
+    fix = "raise `trainer.parallel.tensor` or `pipeline`" if node.gpu_bytes else "export on a machine with more memory"
+    return [f"{what} {gib(needed)} with their processes, and {gib(available)} are available; {fix}"]

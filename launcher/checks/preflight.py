@@ -14,7 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster.node import NodeResources, cpu_model, gpu_names, node_resources
+from launcher.config.schema import RunConfig
+from launcher.estimate.disk import record_bytes, run_bytes
 from launcher.estimate.tables import gib
+from megatron_rl.memory import FurtherSpecs
+from megatron_rl.model.spec import ModelSpec
 from rollout.processes import ProcessEnv
 
 PYTHONS = ((3, 11), (3, 12))
@@ -88,6 +92,13 @@ def disk(name: str, path: Path, needed_bytes: int, fix: str) -> Check:
         return Check(name=name, value=str(existing), problem="is not writable for this user; name another directory")
     problem = "" if free >= needed_bytes else f"needs {gib(needed_bytes)}; {fix}"
     return Check(name=name, value=f"{gib(free)} free at {existing}", problem=problem)
+
+
+def run_disk(directory: Path, config: RunConfig, spec: ModelSpec, further: FurtherSpecs) -> Check:
+    """Free space for the checkpoints, samples and traces of a run."""
+    records = f"{gib(record_bytes(config))} of it for samples and traces"
+    fix = "free some, lower `checkpoint.keep_last`, or set `checkpoint.keep_last_samples`"
+    return disk("disk", directory, run_bytes(config, spec, further), f"{records}; {fix}")
 
 
 def kernels(node: NodeResources, model: str, flags: list[str]) -> Check:

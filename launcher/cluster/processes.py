@@ -28,6 +28,7 @@ from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup, start_trainer
 from megatron_rl.trainer.messages import TrainerSpec
 from rollout.config import RewardConfig
+from rollout.data.tokenizer import TokenizerSource
 from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
 from rollout.pool.engine_call import EngineCall
@@ -67,7 +68,9 @@ class Processes:
     trainers: list[TrainerGroup] = field(default_factory=list)
     histories: list[HistoryService] = field(default_factory=list)
 
-    def start_text_processes(self, model: str, config: RewardConfig, scorers: Sequence[str]) -> TextProcesses:
+    def start_text_processes(
+        self, tokenizer: TokenizerSource, config: RewardConfig, scorers: Sequence[str]
+    ) -> TextProcesses:
         """Start the text actor on the first node, and scorers on these nodes; see `start_text_processes`."""
         variables = [
             self._variables(self.environment.single_threaded(), role)
@@ -76,7 +79,12 @@ class Processes:
         ids = None if self.reservation is None else self.reservation.node_ids
         node_ids = ["" if ids is None else ids[node] for node in (self.nodes[0].name, *scorers)]
         return start_text_processes(
-            model, config, environments=variables, node_ids=node_ids, num_cpus=self._num_cpus, note=self.started.append
+            tokenizer,
+            config,
+            environments=variables,
+            node_ids=node_ids,
+            num_cpus=self._num_cpus,
+            note=self.started.append,
         )
 
     def begin_engines(self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]) -> StartingEngines:

@@ -11,7 +11,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.config import RewardConfig
-from rollout.data.tokenizer import TokenizerFacts
+from rollout.data.tokenizer import TokenizerFacts, TokenizerSource
 from rollout.failures import DeadlineError, Place
 from rollout.pool.heartbeat import Heartbeat
 from rollout.rewards.scorer_actor import ScorerActor
@@ -36,7 +36,7 @@ class TextProcesses:
 
 
 def start_text_processes(
-    model: str,
+    tokenizer: TokenizerSource,
     config: RewardConfig,
     *,
     environments: Sequence[Mapping[str, str]],
@@ -47,7 +47,7 @@ def start_text_processes(
     """Start the text actor and the scorers, and wait until all have loaded.
 
     Args:
-        model: directory of the tokenizer.
+        tokenizer: where each of them loads it.
         config: of the scorers; its `max_restarts` is that of the text actor, too.
         environments: variables of the text actor, then of each scorer.
         node_ids: Ray's ids of their nodes; empty on the only node.
@@ -69,7 +69,7 @@ def start_text_processes(
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else None,
             memory=1,  # Ray (2.60) ignores the preference of an actor that needs no resource at all
         )
-        actors.append(placed.remote(model, config) if number else placed.remote(model))
+        actors.append(placed.remote(tokenizer, config) if number else placed.remote(tokenizer))
         note(actors[-1])
     heartbeats = [Heartbeat(actor) for actor in actors]
     for heartbeat in heartbeats:

@@ -310,12 +310,7 @@ def _recorder(
         status=shown.status,
         text_actor=inputs.text.text_actor,
         engines=engines,
-        saves=Saves(
-            directory,
-            history=inputs.history,
-            keep_last=config.checkpoint.keep_last,
-            background=config.checkpoint.background,
-        ),
+        saves=Saves(directory, config.checkpoint, history=inputs.history),
         baseline_engines=config.history.baseline_engines if inputs.history is not None else (),
         table_rows=config.wandb.sample_rows,
         record_traces=config.history.record_traces,

@@ -21,6 +21,7 @@ from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
 from megatron_rl.model.spec import read_model_spec
 from rollout.config import EngineConfig
+from rollout.data.tokenizer import TokenizerSource
 from rollout.engine.spec import EngineSpec
 from rollout.evaluation import EvaluationRow
 from rollout.pool.engine_pool import EnginePool
@@ -39,6 +40,7 @@ def evaluation_of(config: RunConfig, model: str, engine: EngineConfig) -> EvalCo
         model=model,
         sets=config.evaluation.sets,
         max_prompt_tokens=config.data.max_prompt_tokens,
+        chat_template_arguments=config.data.chat_template_arguments,
         engine=engine,
         reward=config.reward,
         seed=config.seed,
@@ -97,7 +99,8 @@ def evaluate_directory(
 def _load_prompts(config: EvalConfig, running: Processes) -> tuple[TextProcesses, EvaluationPrompts]:
     with judging_user_input():
         scorers = in_turn(config.reward.num_scorers, [node.name for node in running.nodes])
-        text = running.start_text_processes(config.model, config.reward, scorers)
+        tokenizer = TokenizerSource(directory=config.model, template_arguments=config.chat_template_arguments)
+        text = running.start_text_processes(tokenizer, config.reward, scorers)
         return text, load_evaluation_prompts(text.text_actor, config.sets, config.max_prompt_tokens)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.checks.memory import export_problems
 from launcher.checks.model import partition_problems
 from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.placement import plan_sft
@@ -17,7 +18,6 @@ from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.exported import mark
-from megatron_rl.config import AlgorithmConfig
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup
@@ -29,7 +29,8 @@ def export(config: ExportConfig) -> None:
     """Load the checkpoint on this machine, or where `config.overrides` say, and write `config.output_dir`.
 
     Raises:
-        ConfigError: there is no such checkpoint, the output directory exists, or the partition is impossible.
+        ConfigError: there is no such checkpoint, the output directory exists, the partition is impossible, or the
+            weights do not fit.
         RunDirectoryError: the checkpoint from which the run would resume is gone.
     """
     run_dir, target = Path(config.run_dir), Path(config.output_dir)
@@ -39,7 +40,7 @@ def export(config: ExportConfig) -> None:
     run_config = _run_config(run_dir / "config.yaml", config.overrides)
     cluster = run_config.cluster
     nodes = (node_resources(),) if cluster.address == "local" else joined_nodes(cluster)
-    if problems := _partition_problems(run_config, nodes[0]):
+    if problems := _problems(run_config, nodes[0]):
         raise ConfigError(listing("export", problems))
     ranks = plan_sft(run_config.trainer, nodes)
     placed = Counter([nodes[0].name, *[rank.node for rank in ranks]])
@@ -51,11 +52,8 @@ def export(config: ExportConfig) -> None:
 
 
 def start_policy(running: Processes, spec: TrainerSpec, ranks: Sequence[TrainerRank], checkpoint: str) -> TrainerGroup:
-    """Start ranks with the policy of a trainer's `checkpoint`; they can export it."""
-    policy_only = replace(spec, algorithm=AlgorithmConfig())  # neither critic nor reference is needed
-    trainer = running.start_trainer(policy_only, ranks)
-    trainer.load(checkpoint)
-    return trainer
+    """Start ranks with the policy of a trainer's `checkpoint`; they can only export it."""
+    return running.start_trainer(replace(spec, exports=checkpoint), ranks)
 
 
 def _run_config(path: Path, overrides: Sequence[str]) -> RunConfig:
@@ -68,12 +66,14 @@ def _run_config(path: Path, overrides: Sequence[str]) -> RunConfig:
     return load(RunConfig, path, [*here, *overrides])
 
 
-def _partition_problems(config: RunConfig, node: NodeResources) -> list[str]:
+def _problems(config: RunConfig, node: NodeResources) -> list[str]:
     try:
         spec = read_model_spec(Path(config.model))
     except ValueError as error:
         return [f"`model` = {config.model}: {error}"]
-    return partition_problems(spec, config.trainer.parallel, node)
+    impossible = partition_problems(spec, config.trainer.parallel, node)
+    is_alone = config.cluster.address == "local"
+    return impossible or export_problems(spec, config.trainer, node, is_alone=is_alone)
 
 
 def _checkpoint(run_dir: Path, step: int) -> Path:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from history.config import HistoryConfig
 from history.index.segments_dir import segments_dir
+from history.store.prompt_store import RESPONSE_BYTES
 from history.store.service import HistoryService
 from history.store.snapshot import OtherTokenizerError, SnapshotError
 from history.store.warm_start import is_snapshot, read_warm_start
@@ -16,6 +17,7 @@ from history.types import prompt_key
 from launcher.cluster.processes import Processes
 from launcher.config.schema import RunConfig
 from launcher.estimate.host_memory import segment_budget
+from launcher.estimate.lengths import MEAN_SHARE
 from rollout.data.tokenizer import TokenizerFacts
 from rollout.engine.spec import DraftSpec
 from rollout.types import Prompt, PromptId
@@ -49,6 +51,26 @@ def start_history(
     fingerprint = f"{facts.fingerprint}-{facts.vocab_size}"
     bounded = config.history.model_copy(update={"shm_bytes": segment_budget(config)})
     return running.start_history(bounded, directory=segments_dir(run_id), fingerprint=fingerprint, say=say)
+
+
+def small_budget(config: RunConfig, num_prompts: int) -> str:
+    """A line for a history that cannot keep the responses until their prompts come again; empty if it can.
+
+    Mean lengths are those that `plan` assumes.
+    """
+    algorithm = config.algorithm
+    if not config.drafts or config.num_steps * algorithm.prompts_per_step <= num_prompts:
+        return ""  # no prompt comes again
+    tokens = MEAN_SHARE["response_tokens"] * config.sampling.max_response_tokens
+    needed = num_prompts * algorithm.group_size * int(4 * tokens + RESPONSE_BYTES)
+    budget = config.history.budget_bytes
+    if budget >= needed:
+        return ""
+    return (
+        f"`history.budget_bytes` = {budget} holds about {budget / needed:.0%} of the responses of an epoch "
+        f"({num_prompts} prompts, {algorithm.group_size} responses of {tokens:.0f} tokens); the other prompts have no "
+        f"drafts when they come again. About {needed} bytes hold all, spread over the shards' nodes"
+    )
 
 
 def fill_history(

@@ -22,7 +22,7 @@ from launcher.config.loading import listing
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
 from launcher.estimate.hardware import GPUS
-from launcher.estimate.lengths import Lengths, recorded_lengths, stated_lengths
+from launcher.estimate.lengths import MEAN_SHARE, Lengths, recorded_lengths, stated_lengths
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.roofline import Assumptions
 from launcher.estimate.step_time import StepEstimate, step_estimate
@@ -35,8 +35,6 @@ CPU_CORES = 96
 """Cores of a planned node; they decide nothing on a node with GPUs."""
 FORWARD_OVERHEAD_S, ALL_REDUCE_LATENCY_S, PUBLISH_OVERHEAD_S = 2e-3, 10e-6, 2.0
 """See `Assumptions`; assumed."""
-BY_DEFAULT = {"prompt_tokens": 0.5, "response_tokens": 0.25}
-"""Mean lengths as shares of their bounds, if neither stated nor recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,8 +205,8 @@ def _lengths(config: RunConfig, options: PlanOptions) -> Lengths:
     longest = config.sampling.max_response_tokens
     is_stated = options.prompt_tokens and options.response_tokens
     return stated_lengths(
-        prompt=options.prompt_tokens or BY_DEFAULT["prompt_tokens"] * config.data.max_prompt_tokens,
-        response=options.response_tokens or BY_DEFAULT["response_tokens"] * longest,
+        prompt=options.prompt_tokens or MEAN_SHARE["prompt_tokens"] * config.data.max_prompt_tokens,
+        response=options.response_tokens or MEAN_SHARE["response_tokens"] * longest,
         longest=longest,
         tokens_per_forward=options.tokens_per_forward or 1.0,
         source="stated" if is_stated else "assumed; state them, or name a run by --lengths",

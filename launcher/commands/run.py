@@ -6,6 +6,7 @@ the weights does so now, without engines.
 
 import secrets
 from collections.abc import Sequence
+from pathlib import Path
 
 from launcher.checks.check import CheckedRun
 from launcher.cluster.job_folder import note_begin
@@ -25,7 +26,7 @@ from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.exported import POLICY, exported_step, forget_policy, replace_policy
 from launcher.run_dir.places import write_places
-from launcher.run_dir.resume import changed_keys
+from launcher.run_dir.resume import changed_keys, check_first_model
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import answer_request
 from megatron_rl.algorithm.guard import Action
@@ -39,12 +40,15 @@ def run(checked: CheckedRun) -> None:
 
     Raises:
         StopRequestedError: the run was asked to stop and has saved a checkpoint.
-        RunDirectoryError: the directory belongs to another run, or its newest checkpoint is gone or unreadable.
+        RunDirectoryError: the directory belongs to another run or other first weights, or its newest checkpoint is
+            gone or unreadable.
     """
     config = checked.config
     with RunDirectory(config.run_dir) as directory:
         # before `resume_point`, which moves records
-        changes = changed_keys(directory.path, config) if directory.latest_checkpoint() else []
+        resumes = directory.latest_checkpoint() is not None
+        changes = changed_keys(directory.path, config) if resumes else []
+        check_first_model(directory.path, Path(config.model), resumes=resumes)
         resume = resume_point(directory)
         directory.write_config(resolved_yaml(config))
         directory.write_environment(describe())

@@ -23,6 +23,7 @@ from megatron_rl.batching.sft_batch import sft_batches
 from megatron_rl.config import AlgorithmConfig, PublishConfig
 from megatron_rl.trainer.messages import TrainerSpec
 from rollout.data.sft_rows import SftRows, load_sft_rows
+from rollout.data.tokenizer import TokenizerSource
 from rollout.weights.format import WeightFormat
 
 
@@ -67,7 +68,8 @@ def sft(checked: CheckedSft) -> None:
 def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, SftRows]:
     """Tokenise in a separate process, because transformers imports torch."""
     task = ray.remote(load_sft_rows).options(runtime_env={"env_vars": running.environment.single_threaded()})
-    ref = task.remote(config.data.path, config.model, max_tokens=config.data.max_tokens)
+    source = TokenizerSource(directory=config.model, template_arguments=config.data.chat_template_arguments)
+    ref = task.remote(config.data.path, source, max_tokens=config.data.max_tokens)
     load_kernels()  # meanwhile: the task takes longer
     with judging_user_input():
         return ref, ray.get(ref)

@@ -6,7 +6,7 @@ from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
 from launcher.cluster.text_processes import TextProcesses
-from launcher.commands.history import fill_history, start_history
+from launcher.commands.history import fill_history, small_budget, start_history
 from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import engine_specs, trainer_spec
@@ -14,6 +14,7 @@ from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
 from megatron_rl.batching.balance import load_kernels
 from megatron_rl.trainer.group import TrainerGroup
+from rollout.data.tokenizer import TokenizerSource
 from rollout.engine.spec import EngineSpec
 from rollout.pool.engine_group import EngineGroup
 from rollout.types import Prompt
@@ -47,7 +48,8 @@ def read_inputs(
     """Read and tokenise all prompts, and start the history. Raises `LaunchError` for unusable user input."""
     config = checked.config
     with judging_user_input():
-        text = running.start_text_processes(config.model, config.reward, checked.placement.scorers)
+        tokenizer = TokenizerSource(directory=config.model, template_arguments=config.data.chat_template_arguments)
+        text = running.start_text_processes(tokenizer, config.reward, checked.placement.scorers)
         training = load_training_prompts(text.text_actor, config.data, groups_per_step=config.algorithm.max_groups)
         evaluation = load_evaluation_prompts(text.text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
         history = start_history(config, running, text.tokenizer, run_id=run_id, say=progress.say)
@@ -55,8 +57,9 @@ def read_inputs(
             evaluated = {prompt.prompt_id: prompt for prompts in evaluation.values() for prompt in prompts}
             prompts = {**evaluated, **training.by_id()}
             fill_history(history, config.history, prompts, snapshot=resume.history, say=progress.say)
-    for line in training.lines():
-        progress.say(line)
+    for line in (*training.lines(), small_budget(config, len(training.by_id()))):
+        if line:
+            progress.say(line)
     return Inputs(text=text, training=training, evaluation=evaluation, history=history)
 
 

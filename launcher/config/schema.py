@@ -33,7 +33,7 @@ class WandbConfig(Config):
     name: str = ""
     """Display name. Empty: the name of the run directory."""
     sample_rows: int = Field(default=16, ge=0)
-    """Responses of each step in the samples table. `samples/` in the run directory always holds all of them."""
+    """Responses of each step in the samples table. `samples/` in the run directory holds all of them."""
 
 
 class ClusterConfig(Config):
@@ -124,6 +124,8 @@ class SftDataConfig(Config):
     """A `.jsonl` or `.parquet` file."""
     max_tokens: int = Field(default=1024, gt=0)
     """Most prompt and response tokens of a row. A longer row is refused, and the error names its line."""
+    chat_template_arguments: dict[str, str | int | float | bool] = {}
+    """As `data.chat_template_arguments` of `run`."""
 
 
 class SftConfig(Config):
@@ -160,6 +162,8 @@ class EvalConfig(Config):
     """Evaluation sets by name."""
     max_prompt_tokens: int = Field(default=1024, gt=0)
     """Most tokens of a prompt. A longer prompt is refused, and the error names the row."""
+    chat_template_arguments: dict[str, str | int | float | bool] = {}
+    """As `data.chat_template_arguments` of `run`."""
     engine: EngineConfig = EngineConfig()
     """The vLLM engines. Only format `bf16`."""
     reward: RewardConfig = RewardConfig()

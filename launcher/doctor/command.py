@@ -25,7 +25,7 @@ from launcher.checks.health.stop_tokens import stop_token_line
 from launcher.checks.health.tokenizer import tokenizer_line
 from launcher.checks.health.wandb import is_wandb_installed, wandb_line
 from launcher.checks.health.write_speed import write_speed, write_speed_line
-from launcher.checks.preflight import Check, disk, kernels
+from launcher.checks.preflight import Check, kernels, run_disk
 from launcher.cluster.addresses import interfaces, node_address, resolve
 from launcher.cluster.health import node_facts, node_needs
 from launcher.cluster.node import NodeResources, cpu_model, node_resources
@@ -38,7 +38,7 @@ from launcher.doctor.log_probabilities import compare_log_probabilities
 from launcher.endings.kinds import Ending
 from megatron_rl.memory import checkpoint_bytes
 from rollout.data.rows import PromptRow, read_rows
-from rollout.data.tokenizer import Tokenizer
+from rollout.data.tokenizer import Tokenizer, TokenizerSource
 from rollout.stop_ids import end_of_sequence_ids
 
 SAMPLE_ROWS = 8
@@ -86,10 +86,7 @@ def doctor_lines(config: RunConfig) -> Iterator[Check]:
     slurm, local = config.cluster.slurm, node_resources()
     has_gpus = len(local.gpu_bytes) >= slurm.gpus_per_node
     checked = check_run(config, [local] if slurm.nodes == 1 and has_gpus else expected_nodes(slurm, local))
-    needed = checkpoint_bytes(checked.spec, config.trainer, further_specs(config, checked.spec)) * (
-        config.checkpoint.keep_last + 1
-    )
-    yield disk("disk", directory, needed, "free some, or lower `checkpoint.keep_last`")
+    yield run_disk(directory, config, checked.spec, further_specs(config, checked.spec))
     yield from run_checks(_run_checks(checked, directory))
     if config.engine.format == "int8" and has_gpus:  # a login node does not run the job's kernels
         yield kernels(local, *cpu_model())
@@ -113,7 +110,8 @@ def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
 
     @cache
     def tokenizer() -> Tokenizer:
-        return Tokenizer(config.model)
+        arguments = config.data.chat_template_arguments
+        return Tokenizer(TokenizerSource(directory=config.model, template_arguments=arguments))
 
     def stop_tokens() -> tuple[str, list[str]]:
         ids = sorted({*end_of_sequence_ids(config.model), *config.sampling.stop_token_ids})

@@ -74,7 +74,7 @@ class Ending(Enum):
         7,
         "the disk is full or cannot be written",
         "Free space on that file system or make it writable, or name another `run_dir`. A lower "
-        "`checkpoint.keep_last` and `history.record_traces=false` write less.",
+        "`checkpoint.keep_last`, `checkpoint.keep_last_samples` and `history.record_traces=false` write less.",
     )
     OUT_OF_MEMORY = (
         8,

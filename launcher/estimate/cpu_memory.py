@@ -12,14 +12,13 @@ from megatron_rl.memory import (
     TRAINER_PROCESS_BYTES,
     MemoryItem,
     engine_rank,
-    trainer_rank,
 )
 
 
 def cpu_table(run: PlannedRun, load: NodeLoad, *, count: int, available_bytes: int) -> MemoryTable:
     """The table of `count` nodes that hold `load`; nothing is freed between phases."""
     config = run.config
-    trainer = trainer_rank(run.spec, config.trainer, longest_sample=run.longest_sample, further=run.further)
+    trainer = run.trainer_rank
     engine = engine_rank(run.spec, config.engine, draft_tokens=run.draft_tokens)
     engine_processes = ENGINE_PROCESS_BYTES * (load.num_engines + load.num_engine_ranks) // 2
     # a copy for the trainer, to find changes, and one in each engine, to apply them

@@ -24,7 +24,7 @@ from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.publish_memory import device_baselines, device_publish_items
 from launcher.estimate.tables import MemoryTable
 from megatron_rl.config import TrainerConfig
-from megatron_rl.memory import FURTHER_STATE, MemoryItem, engine_rank, trainer_rank
+from megatron_rl.memory import FURTHER_STATE, MemoryItem, engine_rank
 from rollout.config import EngineConfig
 
 CONTEXT_BYTES = 600 << 20
@@ -56,7 +56,7 @@ _FREED_BY_SLEEP = ("onload", "train", "save", "offload")
 
 def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_bytes: int) -> MemoryTable:
     """The table of `count` devices that hold `load`."""
-    trainer = trainer_rank(run.spec, run.config.trainer, longest_sample=run.longest_sample, further=run.further)
+    trainer = run.trainer_rank
     engine = engine_rank(run.spec, run.config.engine, draft_tokens=run.draft_tokens)
     phases = {}
     for phase in TURNS if run.in_turns else SIDE_BY_SIDE:

@@ -20,6 +20,9 @@ from launcher.run_dir.atomic_files import read_rows
 RECENT_STEPS = 10
 """Last steps of a run whose metrics are averaged."""
 
+MEAN_SHARE = {"prompt_tokens": 0.5, "response_tokens": 0.25}
+"""Mean lengths as shares of their bounds, if neither stated nor recorded."""
+
 Floats = npt.NDArray[np.float64]
 
 

@@ -1,10 +1,11 @@
 """A run with its model and its places: what all estimates start from. Pure."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.cluster.placement import Placement
 from launcher.config.schema import RunConfig
-from megatron_rl.memory import NO_FURTHER, FurtherSpecs, weight_bytes
+from megatron_rl.memory import NO_FURTHER, FurtherSpecs, MemoryItem, trainer_rank, weight_bytes
 from megatron_rl.model.spec import ModelSpec
 from rollout.weights.format import WeightFormat
 
@@ -33,6 +34,22 @@ class PlannedRun:
     def longest_sample(self) -> int:
         """Tokens of the longest prompt with the longest response."""
         return self.config.data.max_prompt_tokens + self.config.sampling.max_response_tokens
+
+    @property
+    def step_tokens(self) -> int:
+        """Most tokens of a step's samples: as many groups as there may be, and all of the longest samples."""
+        return self.config.algorithm.max_groups * self.config.algorithm.group_size * self.longest_sample
+
+    @property
+    def trainer_rank(self) -> Sequence[MemoryItem]:
+        """Memory of the trainer rank that needs most while it trains."""
+        return trainer_rank(
+            self.spec,
+            self.config.trainer,
+            longest_sample=self.longest_sample,
+            step_tokens=self.step_tokens,
+            further=self.further,
+        )
 
     @property
     def draft_tokens(self) -> int:

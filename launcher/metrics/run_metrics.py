@@ -21,7 +21,7 @@ _REWARD: tuple[Row, ...] = (
     ("reward/timeouts", "responses", "sum", "Calls of the reward function over their time or CPU seconds.", "0"),
     ("reward/scorer_restarts", "restarts", "total", "Restarts of the scorers' own processes.", "0"),
     ("reward/text_actor_restarts", "restarts", "total", "Restarts of the process that writes samples.", "0"),
-    ("reward/steps_without_samples", "steps", "total", "Steps whose samples were lost with a node.", "0"),
+    ("reward/steps_without_samples", "steps", "total", "Steps whose samples were lost with a node, all or some.", "0"),
     ("reward/worker_restarts", "restarts", "total", "Reward workers that were killed at a limit, or died.", "0"),
     (
         "reward/repeated_calls",

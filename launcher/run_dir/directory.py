@@ -1,6 +1,7 @@
 """The directory of one run: its lock, its records and its checkpoints.
 
-    config.yaml  environment.json  places.json  metrics.jsonl  metrics.abandoned.jsonl  events.jsonl  evaluation.jsonl
+    config.yaml  environment.json  model.json  places.json  events.jsonl  evaluation.jsonl
+    metrics.jsonl  metrics.abandoned.jsonl
     samples/step-N.jsonl  traces/  logs/  logs/stacks/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
     policy/  wandb/  report.html  timeline.json  LOCK
 
@@ -226,6 +227,18 @@ class RunDirectory:
         for folder in (self.path, self.path / "samples", self.path / "traces"):  # where those files are named
             sync_folder(folder)
         return self._checkpoints.finish(step, keep_last)
+
+    def remove_samples(self, step: int, keep_last: int) -> None:
+        """Removes samples and traces of steps before the last `keep_last` of `step` steps, but not of the first step.
+
+        0 removes none.
+        """
+        if not keep_last:
+            return
+        for folder in ("samples", "traces"):
+            for path in (self.path / folder).glob("step-*.jsonl"):
+                if 0 < int(path.stem.removeprefix("step-")) < step - keep_last:
+                    path.unlink()
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint; None if there is none.

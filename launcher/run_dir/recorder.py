@@ -82,7 +82,7 @@ class RunRecorder:
         self._writers: set[ProcessId] = set()
         """Processes of the text actor that have written samples."""
         self._num_lost_samples = 0
-        """Steps whose samples nobody could write, because their tokens were lost with a node."""
+        """Steps with samples that nobody could write, because their tokens were lost with a node."""
         self._unlogged: tuple[int, dict[str, float]] | None = None
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
@@ -183,6 +183,9 @@ class RunRecorder:
             self._num_lost_samples += 1
             self._progress.say("the samples of a step were lost with a node before they were written")
             return []
+        if written.num_lost:
+            self._num_lost_samples += 1
+            self._progress.say(f"the samples of {written.num_lost} group(s) of a step were lost with a node")
         self._writers.add(written.process)
         self._heartbeat.note(written.process)
         return [dict(row) for row in written.rows]

@@ -1,9 +1,11 @@
-"""Configuration changes between two starts of a run: some are refused, all others are reported.
+"""Changes between two starts of a run: some are refused, all others are reported.
 
 A resumed run continues the same prompt order, seeds and weights; a configuration with another one needs another run
 directory. Everything else may change (more steps, other engines, another partition).
 """
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,10 +14,46 @@ import yaml
 from launcher.config.schema import RunConfig
 from launcher.config.yaml_source import Value
 from launcher.errors import RunDirectoryError
+from launcher.run_dir.atomic_files import replace_text
 from megatron_rl.algorithm_settings import STAGES
 
 FIXED = ("model", "seed", "deterministic", "data.train", "data.shuffle")
 """Keys that must not change."""
+FIRST_MODEL = "model.json"
+"""File of a run directory with the digest of the first weights."""
+DIGESTED_BYTES = 1 << 20
+"""Of both ends of each file of weights: enough to tell two trainings apart, and read at once for any size."""
+
+
+def check_first_model(run_dir: Path, model: Path, *, resumes: bool) -> None:
+    """Note the weights that a run starts from; a run that resumes needs the same.
+
+    A reference policy and the evaluation of the first weights read them again.
+
+    Raises:
+        RunDirectoryError: the files in `model` hold other weights than at the first start.
+    """
+    digest, noted = _digest(model), run_dir / FIRST_MODEL
+    if resumes and noted.exists():
+        if json.loads(noted.read_text(encoding="utf-8"))["digest"] != digest:
+            raise RunDirectoryError(
+                f"`model` = {model} holds other weights than at the first start of run_dir `{run_dir}`; restore them, "
+                f"or name another run_dir. If they are right, remove {FIRST_MODEL} there"
+            )
+        return
+    replace_text(noted, json.dumps({"model": str(model), "digest": digest}) + "\n")
+
+
+def _digest(model: Path) -> str:
+    found = hashlib.blake2b(digest_size=16)
+    for path in sorted(model.glob("*.safetensors")):
+        size = path.stat().st_size
+        found.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            found.update(file.read(DIGESTED_BYTES))
+            file.seek(max(0, size - DIGESTED_BYTES))
+            found.update(file.read())
+    return found.hexdigest()
 
 
 def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:

@@ -18,6 +18,7 @@ from launcher.run_dir.atomic_files import replace_text
 from launcher.run_dir.checkpoints import WRITE, WRITER
 from launcher.run_dir.directory import RunDirectory
 from megatron_rl.algorithm.guard import GuardState
+from megatron_rl.config import CheckpointConfig
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.planning.planner import Planner
 
@@ -51,14 +52,11 @@ class _Save:
 class Saves:
     """The checkpoints of a run, one at a time."""
 
-    def __init__(
-        self, directory: RunDirectory, *, history: HistoryService | None, keep_last: int, background: bool
-    ) -> None:
-        """`keep_last`: checkpoints to keep; `background`: write while the run goes on. Without drafts no `history`."""
+    def __init__(self, directory: RunDirectory, config: CheckpointConfig, *, history: HistoryService | None) -> None:
+        """Without drafts no `history`."""
         self._directory = directory
+        self._config = config
         self._history = history
-        self._keep_last = keep_last
-        self._background = background
         self._save: _Save | None = None
         self._looked = 0.0
         self._finished: dict[str, float] = {}
@@ -80,7 +78,7 @@ class Saves:
             self.finish()
         begun_at_s, started = time.time(), time.perf_counter()
         folder = self._directory.begin_checkpoint(finished_steps)
-        trainer.begin_save(str(folder / "trainer"), background=self._background)
+        trainer.begin_save(str(folder / "trainer"), background=self._config.background)
         self._save = _Save(step=finished_steps, trainer=trainer, begun_at_s=begun_at_s)
         order = planner.state().to_json()
         state = {"finished_steps": finished_steps, "prompt_order": order, "guard": guard.to_json()}
@@ -89,7 +87,7 @@ class Saves:
         if self._history is not None:
             self._history.save(folder / HISTORY)
         self._save.blocked_s += time.perf_counter() - started
-        if not self._background:
+        if not self._config.background:
             self.finish()
 
     def finish_if_written(self, *, is_step: bool) -> None:
@@ -114,7 +112,8 @@ class Saves:
             return
         save, self._save, started = self._save, None, time.perf_counter()
         seconds = save.trainer.finish_save()
-        final = self._directory.finish_checkpoint(save.step, self._keep_last)
+        final = self._directory.finish_checkpoint(save.step, self._config.keep_last)
+        self._directory.remove_samples(save.step, self._config.keep_last_samples)
         if self._history is not None:
             self._history.saved(final / HISTORY)
         blocked_s = save.blocked_s + time.perf_counter() - started

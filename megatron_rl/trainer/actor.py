@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
     from megatron_rl.trainer.offload import Part
+    from megatron_rl.trainer.saves import SavedPolicy
     from megatron_rl.trainer.trainer import Trainer
     from rollout.transports.base import Sender
     from rollout.transports.store_server import StoreServer
@@ -42,6 +43,8 @@ class TrainerActor:
         self._spec = spec
         self._rank = rank
         self._trainer: Trainer | None = None
+        self._saved: SavedPolicy | None = None
+        """In the place of a trainer, if the ranks only export a save."""
         self._sender: Sender | None = None
         self._colocated_group: ProcessGroup | None = None
         """Of all trainer ranks, while they exchange buckets."""
@@ -74,6 +77,7 @@ class TrainerActor:
         import torch
 
         from megatron_rl.model.parallel import initialize, join_store
+        from megatron_rl.trainer.saves import SavedPolicy
         from megatron_rl.trainer.trainer import Trainer
 
         progress.mark("process groups")
@@ -86,7 +90,10 @@ class TrainerActor:
             timeout_s=config.timeout_s,
             seed=self._spec.seed,
         )
-        self._trainer = Trainer(self._spec, position)
+        if self._spec.exports:
+            self._saved = SavedPolicy(self._spec, position)
+        else:
+            self._trainer = Trainer(self._spec, position)
         # imported objects stay alive; without freezing, each full collection would scan them for 0.4 s
         gc.collect()
         gc.freeze()
@@ -251,7 +258,7 @@ class TrainerActor:
     def export(self, path: str) -> None:
         """See `Trainer.export`."""
         progress.begin("export")
-        self._joined.export(path)
+        (self._saved or self._joined).export(path)
 
 
 def _fetch(refs: Sequence[ColumnsRef]) -> list[GroupColumns]:

@@ -23,6 +23,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoints.boxes import METADATA, in_boxes
@@ -85,6 +86,20 @@ def load(path: Path, model: LearnedModel) -> object:
     if same_partition:
         _restore_generators(restored.get("generators", {}))
     return common.get("coefficients", {})
+
+
+def load_weights(path: Path, policy: GPTModel) -> None:
+    """Restore the parameters of a policy that does not learn, under any partition; a collective.
+
+    Raises:
+        ValueError: the directory holds no checkpoint, or its files are damaged or hold objects that may run code.
+    """
+    if not is_complete(path):
+        raise ValueError(f"{path} holds no trainer checkpoint; name one that a save completed")
+    check_files(path)
+    weights = policy.sharded_state_dict()
+    dict_list_map_inplace(_without_objects, weights)
+    policy.load_state_dict(_read({"model": weights}, path)["model"], strict=True)
 
 
 def is_complete(path: Path) -> bool:

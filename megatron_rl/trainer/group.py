@@ -56,6 +56,8 @@ class SpmdGroup:
         self._watch: RankWatch | None = None
         self._look: tuple[list[ray.ObjectRef], float] = ([], -LOOK_EVERY_S)
         """Calls that ask whether ranks live, and when they were made."""
+        self._unread: dict[ray.ObjectRef, int] = {}
+        """Those that had no answer yet, with their ranks. An answer is read once, because there may be hundreds."""
         self._checked_s = -LOOK_EVERY_S
         self._idle_s = 0.0
         """Time for which these calls were waited for."""
@@ -115,16 +117,19 @@ class SpmdGroup:
             DeadlineError: a rank has not answered for `IDLE_TIMEOUT_S`.
         """
         (asking, asked_s), now_s = self._look, time.monotonic()
-        done, pending = ray.wait(asking, num_returns=len(asking), timeout=0, fetch_local=False) if asking else ([], [])
-        for ref in done:
-            self._raise_if_failed(asking, asking.index(ref), "process")
-        self._idle_s = self._idle_s + min(now_s - self._checked_s, 2 * LOOK_S) if pending else 0.0
+        if self._unread:
+            unread = list(self._unread)
+            done, _ = ray.wait(unread, num_returns=len(unread), timeout=0, fetch_local=False)
+            for ref in done:
+                self._raise_if_failed(asking, self._unread.pop(ref), "process")
+        self._idle_s = self._idle_s + min(now_s - self._checked_s, 2 * LOOK_S) if self._unread else 0.0
         self._checked_s = now_s
         if self._idle_s > IDLE_TIMEOUT_S:
             why = f"had not returned after {IDLE_TIMEOUT_S:.0f} s, for which the controller waited"
-            self._end_late([asking.index(ref) for ref in pending], "process", why)
-        if not pending and now_s - asked_s >= LOOK_EVERY_S:
+            self._end_late(list(self._unread.values()), "process", why)
+        if not self._unread and now_s - asked_s >= LOOK_EVERY_S:
             self._look = self.begin("process"), now_s
+            self._unread = {ref: rank for rank, ref in enumerate(self._look[0])}
 
     def _end_late(self, late: Sequence[int], method: str, why: str) -> NoReturn:
         """Kill the group, because these ranks are late. The error names those for which the others wait, if known."""

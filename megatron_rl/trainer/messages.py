@@ -31,6 +31,9 @@ class TrainerSpec:
     total_updates: int
     """Optimizer steps of the whole run, for the learning-rate schedule."""
     seed: int
+    exports: str = ""
+    """Folder of a finished save: the ranks hold its policy's parameters alone and can only export them. Empty: the
+    ranks train."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,13 +9,20 @@ Invariant: the policy's part is completed last, so a complete PATH has complete 
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megatron_rl.checkpoints.writer import CheckpointWriter
+from megatron_rl.model.build import build
+from megatron_rl.model.parallel import Position
+from megatron_rl.model.spec import read_model_spec
 from megatron_rl.trainer import checkpoint
+from megatron_rl.trainer.building import model_options
+from megatron_rl.trainer.messages import TrainerSpec
 from megatron_rl.trainer.optimizer import LearnedModel
 from megatron_rl.trainer.reference import Reference
+from megatron_rl.weights import hf_export
+from rollout import progress
 
 CRITIC, REFERENCE = "critic", "reference"
 
@@ -95,3 +102,36 @@ class Saves:
             checkpoint.load_reference(path / REFERENCE, parts.policy, parts.reference)
             self._reference = self._reference or CheckpointWriter(self._writer_threads)
         return coefficients
+
+
+class SavedPolicy:
+    """The policy of a finished save on one rank that has joined the world, to be exported: parameters and nothing else.
+
+    A trainer would need gradients and an optimizer, which a run may spread over more replicas than an export has. So
+    32 billion parameters can be exported by the devices that hold their BF16 weights. FP8 parameters are saved as BF16
+    values, so the policy is built without FP8.
+    """
+
+    def __init__(self, spec: TrainerSpec, position: Position) -> None:
+        """Build this rank's part of the model and load the weights of the save `spec.exports`; a collective.
+
+        Raises:
+            ValueError: there is no finished save, or its files are damaged or hold objects that may run code.
+        """
+        self._spec = spec
+        self._position = position
+        progress.mark("model")
+        options = replace(model_options(spec), fp8="none", recompute="none")
+        (self._model,) = build(read_model_spec(Path(spec.model)), spec.config.parallel, position, options)
+        progress.mark("saved weights")
+        checkpoint.load_weights(Path(spec.exports), self._model)
+
+    def export(self, path: str) -> None:
+        """Write the policy as a Hugging Face directory in the trainer's dtype; a collective."""
+        hf_export.export(
+            self._model,
+            self._spec.config.parallel,
+            self._position,
+            source=Path(self._spec.model),
+            destination=Path(path),
+        )

@@ -11,7 +11,7 @@ import numpy as np
 
 from rollout.data.prompts import render
 from rollout.data.rows import prompt_of, raw_rows
-from rollout.data.tokenizer import Tokenizer, check_fits_model
+from rollout.data.tokenizer import Tokenizer, TokenizerSource, check_fits_model
 from rollout.types import TokenIds
 
 
@@ -29,16 +29,16 @@ class SftRows:
         return [len(p) + len(r) for p, r in zip(self.prompts, self.responses, strict=True)]
 
 
-def load_sft_rows(path: str, model_directory: str, *, max_tokens: int) -> SftRows:
+def load_sft_rows(path: str, source: TokenizerSource, *, max_tokens: int) -> SftRows:
     """Read and tokenise a file.
 
     Raises:
         ValueError: a row has the wrong shape or more than `max_tokens` tokens (the message names file and line), there
             is no row, or the tokenizer does not fit the model.
     """
-    tokenizer = Tokenizer(model_directory)
+    tokenizer = Tokenizer(source)
     facts = tokenizer.facts()
-    check_fits_model(facts, model_directory)
+    check_fits_model(facts, source.directory)
     places, prompts, responses = [], [], []
     with closing(raw_rows(path)) as raw:
         for where, values in raw:

@@ -7,8 +7,9 @@ run. Therefore it is checked before other processes start.
 
 import hashlib
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol, TypedDict, cast
 
@@ -36,6 +37,16 @@ class TokenizerFacts:
     has_chat_template: bool
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenizerSource:
+    """Where a tokenizer is loaded from, and how it renders conversations."""
+
+    directory: str
+    """A Hugging Face directory."""
+    template_arguments: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    """Arguments of the chat template, by name: `enable_thinking`."""
+
+
 class _Encoding(Protocol):
     input_ids: list[list[int]]
 
@@ -50,7 +61,12 @@ class _HubTokenizer(Protocol):
     def get_vocab(self) -> dict[str, int]: ...
 
     def apply_chat_template(
-        self, conversation: Sequence[ChatMessage], *, tokenize: bool, add_generation_prompt: bool
+        self,
+        conversation: Sequence[ChatMessage],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+        **template_arguments: str | float | bool,
     ) -> str: ...
 
     def __call__(self, text: Sequence[str], *, add_special_tokens: bool) -> _Encoding: ...
@@ -61,19 +77,21 @@ class _HubTokenizer(Protocol):
 class Tokenizer:
     """A loaded tokenizer."""
 
-    def __init__(self, directory: str) -> None:
+    def __init__(self, source: TokenizerSource) -> None:
         """Load from a Hugging Face directory.
 
         Raises:
-            ValueError: the directory holds no tokenizer.
+            ValueError: the directory holds no tokenizer, or its chat template does not read an argument of `source`.
         """
         from transformers import AutoTokenizer
 
         try:
-            self._hub = cast(_HubTokenizer, AutoTokenizer.from_pretrained(directory, local_files_only=True))
+            self._hub = cast(_HubTokenizer, AutoTokenizer.from_pretrained(source.directory, local_files_only=True))
         except (OSError, ValueError) as error:
-            raise ValueError(f"model: cannot load a tokenizer from {directory}: {error}") from error
-        self._directory = directory
+            raise ValueError(f"model: cannot load a tokenizer from {source.directory}: {error}") from error
+        self._directory = source.directory
+        self._arguments = source.template_arguments
+        self._refuse_unread_arguments()
 
     @property
     def has_chat_template(self) -> bool:
@@ -93,7 +111,9 @@ class Tokenizer:
         from jinja2 import TemplateError
 
         try:
-            return self._hub.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            return self._hub.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True, **self._arguments
+            )
         except TemplateError as error:
             raise ValueError(f"the chat template in {self._directory} refuses the conversation: {error}") from error
 
@@ -131,8 +151,18 @@ class Tokenizer:
         backend = getattr(self._hub, "backend_tokenizer", None)
         rules = backend.to_str() if backend is not None else ""
         special = json.dumps({key: str(value) for key, value in self._hub.special_tokens_map.items()}, sort_keys=True)
-        parts = (json.dumps(sorted(vocabulary.items())), rules, special, self._hub.chat_template or "")
+        arguments = json.dumps(dict(self._arguments), sort_keys=True)
+        parts = (json.dumps(sorted(vocabulary.items())), rules, special, self._hub.chat_template or "", arguments)
         return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
+
+    def _refuse_unread_arguments(self) -> None:
+        """Jinja ignores an argument that a template does not read, so a misspelt one would change nothing."""
+        for name in self._arguments:
+            if not re.search(rf"\b{re.escape(name)}\b", self._hub.chat_template or ""):
+                raise ValueError(
+                    f"chat_template_arguments: the chat template in {self._directory} does not read {name!r}; "
+                    "correct the name, or remove it"
+                )
 
 
 def check_fits_model(facts: TokenizerFacts, directory: str) -> None:

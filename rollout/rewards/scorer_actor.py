@@ -11,7 +11,7 @@ import os
 import ray
 
 from rollout.config import RewardConfig
-from rollout.data.tokenizer import Tokenizer
+from rollout.data.tokenizer import Tokenizer, TokenizerSource
 from rollout.failures import ProcessLostError
 from rollout.group_parts import joined
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
@@ -29,9 +29,9 @@ class ScorerActor:
     that works counted as one that hangs.
     """
 
-    def __init__(self, model_directory: str, config: RewardConfig) -> None:
+    def __init__(self, source: TokenizerSource, config: RewardConfig) -> None:
         """Only remembers its arguments; `start` does the work, so that its errors reach the caller unwrapped."""
-        self._directory = model_directory
+        self._source = source
         self._config = config
         self._scorer: ResponseScorer | None = None
         self._starting = asyncio.Lock()
@@ -70,7 +70,7 @@ class ScorerActor:
             if self._scorer is None:
                 redirect_output()
                 write_stacks_on_signal()
-                tokenizer = await asyncio.to_thread(Tokenizer, self._directory)
+                tokenizer = await asyncio.to_thread(Tokenizer, self._source)
                 scorer = ResponseScorer(tokenizer, self._config)
                 await scorer.start()
                 self._scorer = scorer

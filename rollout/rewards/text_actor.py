@@ -17,11 +17,11 @@ from pathlib import Path
 import ray
 
 from rollout.data.prompts import LoadedPrompts, Overlong, PromptLoader
-from rollout.data.tokenizer import Tokenizer, TokenizerFacts, check_fits_model
+from rollout.data.tokenizer import Tokenizer, TokenizerFacts, TokenizerSource, check_fits_model
 from rollout.group_parts import joined
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.rewards.sample_rows import SampleRow, SampleWriter
-from rollout.types import GroupColumns, ScoredGroup
+from rollout.types import GroupColumns, GroupId, ScoredGroup
 
 _BESIDE_WORK = "beside_work"
 """Concurrency group of a call that is answered while another one works."""
@@ -36,15 +36,15 @@ class TextParts:
     samples: SampleWriter
 
     @classmethod
-    def start(cls, model_directory: str) -> "TextParts":
+    def start(cls, source: TokenizerSource) -> "TextParts":
         """Load the tokenizer.
 
         Raises:
             ValueError: there is no tokenizer, or it does not fit the model.
         """
-        tokenizer = Tokenizer(model_directory)
+        tokenizer = Tokenizer(source)
         facts = tokenizer.facts()
-        check_fits_model(facts, model_directory)
+        check_fits_model(facts, source.directory)
         return cls(tokenizer=facts, prompts=PromptLoader(tokenizer), samples=SampleWriter(tokenizer))
 
 
@@ -56,15 +56,17 @@ class WrittenSamples:
     """As many as were asked for."""
     process: ProcessId
     """The text actor's process; another one than before means that it died and was restarted."""
+    num_lost: int = 0
+    """Groups that could not be written, because their tokens were lost with a node."""
 
 
 @ray.remote(concurrency_groups={_BESIDE_WORK: 1})
 class TextActor:
     """Passes each call to the part that serves it."""
 
-    def __init__(self, model_directory: str) -> None:
+    def __init__(self, source: TokenizerSource) -> None:
         """Only remembers its arguments; `start` does the work, so that its errors reach the caller unwrapped."""
-        self._directory = model_directory
+        self._source = source
         self._parts: TextParts | None = None
 
     def start(self) -> TokenizerFacts:
@@ -85,13 +87,14 @@ class TextActor:
         self, groups: Sequence[ScoredGroup], *, samples_path: str, traces_path: str, num_returned: int
     ) -> WrittenSamples:
         """See `SampleWriter.write`; an empty `traces_path` writes no traces."""
+        lost: list[GroupId] = []
         rows = self._started().samples.write(
-            _with_columns(groups),
+            _with_columns(groups, lost),
             samples_path=Path(samples_path),
             traces_path=Path(traces_path) if traces_path else None,
             num_returned=num_returned,
         )
-        return WrittenSamples(rows=rows, process=_this_process())
+        return WrittenSamples(rows=rows, process=_this_process(), num_lost=len(lost))
 
     @ray.method(concurrency_group=_BESIDE_WORK)  # type: ignore[untyped-decorator]
     def alive(self) -> ProcessId:
@@ -105,14 +108,22 @@ class TextActor:
         if self._parts is None:
             redirect_output()
             write_stacks_on_signal()
-            self._parts = TextParts.start(self._directory)
+            self._parts = TextParts.start(self._source)
         return self._parts
 
 
-def _with_columns(groups: Sequence[ScoredGroup]) -> Iterator[tuple[ScoredGroup, GroupColumns]]:
-    """Each group with its tokens, which are fetched when its turn comes and may leave the memory after it."""
+def _with_columns(groups: Sequence[ScoredGroup], lost: list[GroupId]) -> Iterator[tuple[ScoredGroup, GroupColumns]]:
+    """Each group with its tokens, which are fetched when its turn comes and may leave the memory after it.
+
+    Groups whose tokens were lost with a node are left out and added to `lost`.
+    """
     for group in groups:
-        yield group, joined(ray.get(list(group.columns)))
+        try:
+            columns = joined(ray.get(list(group.columns)))
+        except ray.exceptions.ObjectLostError:
+            lost.append(group.group.group_id)
+        else:
+            yield group, columns
 
 
 def _this_process() -> ProcessId:

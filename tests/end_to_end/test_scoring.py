@@ -10,11 +10,11 @@ import pytest
 import ray
 
 from rollout.config import RewardConfig
-from rollout.data.tokenizer import Tokenizer
+from rollout.data.tokenizer import TokenizerSource
 from rollout.pool import heartbeat
 from rollout.pool.heartbeat import Heartbeat
 from rollout.types import GroupColumns, GroupId
-from tests.support.byte_tokenizer import write_byte_tokenizer
+from tests.support.byte_tokenizer import tokenizer_in, write_byte_tokenizer
 from tests.support.deadline import DEADLINE_S
 from tests.support.scored_groups import scored_group
 
@@ -34,7 +34,11 @@ def started(running, model):
 
     def start(num_scorers=1, **config):
         reward = RewardConfig(function="tests.support.reward_functions.moody", num_scorers=num_scorers, **config)
-        made.append(running.start_text_processes(model, reward, [running.nodes[0].name] * num_scorers))
+        made.append(
+            running.start_text_processes(
+                TokenizerSource(directory=model), reward, [running.nodes[0].name] * num_scorers
+            )
+        )
         return made[-1]
 
     yield start
@@ -43,7 +47,7 @@ def started(running, model):
 
 
 def submit(scorer, model, number, texts):
-    tokenizer = Tokenizer(model)
+    tokenizer = tokenizer_in(model)
     encoded = [np.append(ids, 256) for ids in tokenizer.encode(texts, add_special_tokens=False)]
     response_ids = np.concatenate(encoded).astype(np.int32)
     columns = GroupColumns(

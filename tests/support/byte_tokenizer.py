@@ -3,8 +3,11 @@
 import json
 from pathlib import Path
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+from rollout.data.tokenizer import Tokenizer, TokenizerSource
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}<|end|>{% endfor %}"
@@ -17,7 +20,7 @@ def write_byte_tokenizer(
     directory: Path, *, chat_template: str | None = CHAT_TEMPLATE, eos: bool = True, model_vocab_size: int = 260
 ) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
+    core = tokenizers.Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(SPECIAL)
@@ -25,3 +28,7 @@ def write_byte_tokenizer(
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(directory)
     (directory / "config.json").write_text(json.dumps({"vocab_size": model_vocab_size}))
+
+
+def tokenizer_in(directory: str | Path, **template_arguments: str | float | bool) -> Tokenizer:
+    return Tokenizer(TokenizerSource(directory=str(directory), template_arguments=template_arguments))

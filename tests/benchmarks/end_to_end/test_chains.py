@@ -10,8 +10,8 @@ import pytest
 from benchmarks.end_to_end import chains, model
 from benchmarks.end_to_end.peers import task
 from examples.arithmetic.make_model import make_tokenizer
-from rollout.data.tokenizer import Tokenizer
 from rollout.rewards.exact import compute_score
+from tests.support.byte_tokenizer import tokenizer_in
 
 
 def problems(count: int, seed: int = 1000) -> list[chains.Problem]:
@@ -51,7 +51,7 @@ def test_careful_answers_are_right_and_repeat_no_line_and_quick_answers_err() ->
 
 def test_answers_have_the_tokens_that_problems_say(tmp_path: Path) -> None:
     make_tokenizer(tmp_path, max_positions=model.CONTEXT)
-    tokenizer = Tokenizer(str(tmp_path))
+    tokenizer = tokenizer_in(tmp_path)
     draw = random.Random(2)
     for problem in problems(50):
         answer, question = tokenizer.encode(

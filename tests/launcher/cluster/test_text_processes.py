@@ -8,6 +8,7 @@ import ray
 from launcher.cluster import text_processes
 from launcher.cluster.text_processes import start_text_processes
 from rollout.config import RewardConfig
+from rollout.data.tokenizer import TokenizerSource
 from rollout.failures import DeadlineError, Place
 from rollout.processes import ProcessId
 
@@ -56,6 +57,11 @@ def test_a_process_that_does_not_load_is_named_with_its_node(
     )
     with pytest.raises(DeadlineError, match=f"waited 600 s for {named} to load") as late:
         start_text_processes(
-            "model", RewardConfig(), environments=[{}] * 3, node_ids=[""] * 3, num_cpus=1, note=lambda actor: None
+            TokenizerSource(directory="model"),
+            RewardConfig(),
+            environments=[{}] * 3,
+            node_ids=[""] * 3,
+            num_cpus=1,
+            note=lambda actor: None,
         )
     assert late.value.place == place

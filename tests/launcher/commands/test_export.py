@@ -6,15 +6,19 @@ from pathlib import Path
 
 import pytest
 
+from launcher.checks.memory import export_problems
 from launcher.cluster.node import NodeResources
 from launcher.commands import export as command
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import ClusterConfig, ExportConfig, RunConfig
 from launcher.errors import ConfigError, RunDirectoryError
 from launcher.run_dir.exported import exported_step
-from megatron_rl.config import ParallelConfig
+from megatron_rl.config import ParallelConfig, TrainerConfig
+from megatron_rl.memory import TRAINER_PROCESS_BYTES
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.messages import TrainerSpec
+from megatron_rl.weights.state_sizes import rank_state
+from tests.launcher.checks.test_formats import QWEN_7B
 
 NODE = NodeResources(cpu_cores=8, available_bytes=16 << 30, gpu_bytes=())
 JOB = """
@@ -48,10 +52,8 @@ class Started:
 
     def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> "Started":
         self.parallel, self.num_ranks = spec.config.parallel, len(ranks)
+        self.calls.append(("load", spec.exports))
         return self
-
-    def load(self, path: str) -> None:
-        self.calls.append(("load", path))
 
     def export(self, path: str) -> None:
         self.calls.append(("export", path))
@@ -106,6 +108,25 @@ def test_without_a_step_the_checkpoint_is_exported_from_which_the_run_resumes(st
 def test_an_export_names_its_step(started: Started, run_dir: Path) -> None:
     export(run_dir)
     assert exported_step(run_dir.parent / "out") == 3
+
+
+def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:
+    """Seven billion parameters in BF16, of which each of two tensor-parallel ranks holds about half."""
+    spec, trainer = QWEN_7B, TrainerConfig(parallel=ParallelConfig(tensor=2), fp8="blockwise_param")
+    weights = rank_state(spec, trainer.model_copy(update={"fp8": "none"}), pipeline_rank=0).parameters
+    assert 6.5 < weights / 2**30 < 8
+
+    def problems(*gpus: int, host: int = 1, is_alone: bool = True) -> list[str]:
+        node = NodeResources(cpu_cores=8, available_bytes=host, gpu_bytes=gpus)
+        return export_problems(spec, trainer, node, is_alone=is_alone)
+
+    assert problems(24 << 30, 24 << 30) == []
+    (small,) = problems(24 << 30, 7 << 30)
+    assert "a rank's weights take" in small and "raise `trainer.parallel.tensor` or `pipeline`" in small
+    assert problems(host=2 * (weights + TRAINER_PROCESS_BYTES)) == []
+    (too_small,) = problems(host=2 * weights)
+    assert "the weights of all ranks take" in too_small
+    assert problems(is_alone=False) == []
 
 
 @pytest.mark.parametrize("present", [True, False])

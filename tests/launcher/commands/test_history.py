@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from history.store.prompt_store import RESPONSE_BYTES
 from history.store.snapshot import OtherTokenizerError, SnapshotError
 from history.store.traces import Trace, write_traces
-from launcher.commands.history import draft_spec, fill_history, start_history
+from launcher.commands.history import draft_spec, fill_history, small_budget, start_history
 from launcher.config.schema import RunConfig
 from rollout.data.tokenizer import TokenizerFacts
 from rollout.types import Prompt, PromptId
@@ -117,3 +118,20 @@ def test_traces_are_accepted_as_warm_start(tmp_path):
     stand = StandIn()
     start(stand, run_config(history={"warm_start": str(tmp_path)}))
     assert stand.calls == [("start", "abc-50"), ("append", 1)]
+
+
+def test_a_budget_that_cannot_hold_an_epoch_is_named_with_the_one_that_can() -> None:
+    """100 prompts, 8 responses of 1,000 tokens: a quarter of the longest."""
+    needed = 100 * 8 * (4 * 1000 + RESPONSE_BYTES)
+    shape = {"num_steps": 30, "algorithm": {"prompts_per_step": 4, "group_size": 8}}
+    longest = {"max_response_tokens": 4000}
+
+    def line(**parts: object) -> str:
+        return small_budget(run_config(**(shape | {"sampling": longest} | parts)), 100)
+
+    half = {"budget_bytes": needed // 2}
+    assert "holds about 50% of the responses of an epoch (100 prompts" in line(history=half)
+    assert f"About {needed} bytes hold all" in line(history=half)
+    assert line(history={"budget_bytes": needed}) == ""
+    assert line(history=half, num_steps=25) == "", "no prompt comes again"
+    assert line(history=half | {"drafts": False}) == ""

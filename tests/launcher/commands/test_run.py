@@ -47,16 +47,14 @@ class Machine:
         yield self
 
     def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> "Machine":
+        folder = Path(spec.exports)
+        assert folder.name == "trainer" and folder.is_dir()
+        self.weights = f"weights of step {folder.parent.name}"
         self.log.append(f"start {len(ranks)} rank(s)")
         return self
 
     def end_trainer(self, trainer: "Machine") -> None:
         assert trainer is self
-
-    def load(self, path: str) -> None:
-        folder = Path(path)
-        assert folder.name == "trainer" and folder.is_dir()
-        self.weights = f"weights of step {folder.parent.name}"
 
     def export(self, path: str) -> None:
         self.log.append("export")

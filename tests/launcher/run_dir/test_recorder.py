@@ -17,6 +17,7 @@ from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.wandb import Tracker
+from megatron_rl.config import CheckpointConfig
 from rollout.evaluation import EvaluationRow
 from rollout.failures import DeadlineError, Place
 from rollout.pool import heartbeat
@@ -79,7 +80,7 @@ def recorder_of(directory: RunDirectory, run: WandbRun, progress: RunProgress) -
         status=StatusFile(run_dir=directory.path, num_steps=2, step=0),
         text_actor=TextActor(),
         engines=Engines(),
-        saves=Saves(directory, history=None, keep_last=1, background=True),
+        saves=Saves(directory, CheckpointConfig(keep_last=1), history=None),
         baseline_engines=(),
         table_rows=0,
         record_traces=False,
@@ -124,6 +125,23 @@ def test_samples_that_were_lost_with_a_node_are_counted_and_the_run_goes_on(
         recorder.finish()
     lost = [data["reward/steps_without_samples"] for _, data in run.logged if "timing_s/step" in data]
     assert lost == [0.0, 0.0, 1.0]
+
+
+def test_samples_of_which_some_were_lost_with_a_node_are_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = ProcessId(node_id="n", pid=7, created_s=0.0)
+    answers = iter([WrittenSamples(rows=[], process=process, num_lost=number) for number in (0, 3, 0, 0)])
+    monkeypatch.setattr(ray, "get", lambda ref: next(answers) if ref == "samples" else process)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+    run, progress = WandbRun(), Lines()
+    with RunDirectory(str(tmp_path / "run")) as directory:
+        recorder = recorder_of(directory, run, progress)
+        for step in range(4):
+            recorder.on_step(step, {"timing_s/step": 1.0}, [])
+        recorder.finish()
+    lost = [data["reward/steps_without_samples"] for _, data in run.logged if "timing_s/step" in data]
+    assert lost == [0.0, 0.0, 0.0, 1.0]
 
 
 class Lines(RunProgress):

@@ -5,7 +5,7 @@ import pytest
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.resume import changed_keys
+from launcher.run_dir.resume import FIRST_MODEL, changed_keys, check_first_model
 
 
 def run_config(**parts: object) -> RunConfig:
@@ -80,3 +80,50 @@ def test_a_saved_configuration_with_a_former_path_is_refused_with_the_short_name
     (tmp_path / "config.yaml").write_text(text.replace(f"{key}:\n    name: {short}\n", f"{key}:\n    name: {former}\n"))
     with pytest.raises(RunDirectoryError, match=rf"config\.yaml`: `algorithm\.{key}` = {former}: .*write `{short}`"):
         changed_keys(tmp_path, run_config(algorithm={key: short}))
+
+
+def weights(folder: Path, *parts: bytes) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, part in enumerate(parts):
+        (folder / f"model-{number}.safetensors").write_bytes(part)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [(b"a" * 99, b"c" * 99), (b"a" * 99, b"b" * 98), (b"a" * 99, b"b" * 99, b""), (b"b" * 99, b"a" * 99)],
+    ids=["values", "size", "another file", "order"],
+)
+def test_a_resume_needs_the_weights_that_the_run_started_from(tmp_path: Path, changed: tuple[bytes, ...]) -> None:
+    model = weights(tmp_path / "model", b"a" * 99, b"b" * 99)
+    check_first_model(tmp_path, model, resumes=False)
+    check_first_model(tmp_path, model, resumes=True)
+    weights(model, *changed)
+    with pytest.raises(RunDirectoryError, match="holds other weights than at the first start"):
+        check_first_model(tmp_path, model, resumes=True)
+    weights(model, b"a" * 99, b"b" * 99)
+    (model / "model-2.safetensors").unlink(missing_ok=True)
+    check_first_model(tmp_path, model, resumes=True)
+
+
+def test_files_of_another_directory_with_the_same_weights_are_accepted(tmp_path: Path) -> None:
+    check_first_model(tmp_path, weights(tmp_path / "model", b"a" * 99), resumes=False)
+    check_first_model(tmp_path, weights(tmp_path / "copy", b"a" * 99), resumes=True)
+
+
+def test_a_run_that_begins_anew_or_is_of_an_older_version_notes_its_weights(tmp_path: Path) -> None:
+    check_first_model(tmp_path, weights(tmp_path / "model", b"a"), resumes=False)
+    check_first_model(tmp_path, weights(tmp_path / "model", b"b"), resumes=False)
+    check_first_model(tmp_path, tmp_path / "model", resumes=True)
+    (tmp_path / FIRST_MODEL).unlink()
+    check_first_model(tmp_path, weights(tmp_path / "model", b"c"), resumes=True)
+    assert (tmp_path / FIRST_MODEL).is_file()
+
+
+def test_a_change_at_either_end_of_a_large_file_is_seen(tmp_path: Path) -> None:
+    size = 3 << 20
+    check_first_model(tmp_path, weights(tmp_path / "model", bytes(size)), resumes=False)
+    for changed in (b"1" + bytes(size - 1), bytes(size - 1) + b"1"):
+        weights(tmp_path / "model", changed)
+        with pytest.raises(RunDirectoryError, match="holds other weights"):
+            check_first_model(tmp_path, tmp_path / "model", resumes=True)

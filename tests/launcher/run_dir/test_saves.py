@@ -11,6 +11,7 @@ from launcher.run_dir import saves as module
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.saves import Saves, read_state
 from megatron_rl.algorithm.guard import GuardState
+from megatron_rl.config import CheckpointConfig
 from rollout.failures import CallError, Place
 
 
@@ -73,8 +74,9 @@ def directory(tmp_path: Path) -> Iterator[RunDirectory]:
         yield found
 
 
-def saves_of(directory: RunDirectory, log: list[str], *, background: bool = True) -> Saves:
-    return Saves(directory, history=History(log), keep_last=2, background=background)
+def saves_of(directory: RunDirectory, log: list[str], *, background: bool = True, keep_last_samples: int = 0) -> Saves:
+    config = CheckpointConfig(keep_last=2, background=background, keep_last_samples=keep_last_samples)
+    return Saves(directory, config, history=History(log))
 
 
 def newest(directory: RunDirectory) -> int | None:
@@ -126,6 +128,24 @@ def test_a_save_waits_for_the_one_before_it_and_the_wait_is_counted(directory: R
     metrics = saves.metrics()
     assert (metrics["checkpoint/waits"], metrics["checkpoint/save_s"]) == (1.0, 12.0)
     assert saves.metrics() == {"checkpoint/waits": 1.0}
+
+
+@pytest.mark.parametrize(("keep_last_samples", "kept"), [(0, {0, 1, 2, 3, 4}), (2, {0, 2, 3, 4}), (9, {0, 1, 2, 3, 4})])
+def test_older_samples_and_traces_are_removed_with_a_checkpoint(
+    directory: RunDirectory, keep_last_samples: int, kept: set[int]
+) -> None:
+    """A checkpoint of four steps; the fifth step has begun to write."""
+    paths = [(directory.samples_path(step), directory.traces_path(step)) for step in range(5)]
+    forwards = directory.path / "traces" / "engine-0.forwards"
+    for path in [*(path for both in paths for path in both), forwards]:
+        path.write_text("")
+    saves = saves_of(directory, [], keep_last_samples=keep_last_samples)
+    saves.begin(4, Trainer([]), Planner(), GuardState())
+    assert all(path.exists() for both in paths for path in both)
+    saves.finish()
+    for place in (0, 1):
+        assert {step for step, both in enumerate(paths) if both[place].exists()} == kept
+    assert forwards.exists()
 
 
 def test_the_span_of_a_save_lasts_to_its_last_file(directory: RunDirectory) -> None:

@@ -9,6 +9,7 @@ import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.run_dir.checkpoints import Checkpoints
@@ -81,6 +83,42 @@ def test_a_sharded_optimizer_resumes_under_another_partition(ranks, tmp_path, so
             assert np.array_equal(tensor, found[name]), name
         a, b = (torch.from_numpy(t).view(torch.bfloat16).float() for t in (tensor, found[name]))
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize(("source", "target", "family"), PARTITIONS)
+def test_the_policy_of_a_save_is_exported_without_a_trainer(ranks, tmp_path, source, target, family):
+    model, saved = tmp_path / "model", tmp_path / "saved"
+    save_model(family, model)
+    spec = trainer_spec(model, source, ALGORITHM, distributed=True)
+    ranks.run(train_save_export, spec, batch_for(source, ALGORITHM), saved, tmp_path / "by_trainer", parallel=source)
+    spec = replace(trainer_spec(model, target, ALGORITHM), exports=str(saved))
+    ranks.run(export_save, spec, tmp_path / "by_save", parallel=target)
+    first, trained, found = (weights_in(folder) for folder in (model, tmp_path / "by_trainer", tmp_path / "by_save"))
+    assert trained.keys() == found.keys()
+    for name, tensor in trained.items():
+        assert torch.equal(tensor, found[name]), name
+    assert any(not torch.equal(tensor, first[name]) for name, tensor in trained.items())
+
+
+def train_save_export(position, parallel, spec, batch, saved, exported):
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)
+    save(trainer, str(saved))
+    trainer.export(str(exported))
+
+
+def export_save(position, parallel, spec, exported):
+    from megatron_rl.trainer.saves import SavedPolicy
+
+    policy = SavedPolicy(spec, position)
+    assert not any(hasattr(parameter, "main_grad") for parameter in policy._model.parameters())
+    policy.export(str(exported))
+
+
+def weights_in(folder):
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
 @pytest.mark.parametrize("target", [DP2, TP2])

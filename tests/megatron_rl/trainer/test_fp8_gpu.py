@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.config import AlgorithmConfig, ParallelConfig
@@ -157,6 +158,22 @@ def test_the_probe_of_fp8_parameters_is_that_of_their_values_and_leaves_them_unc
     plain.plan_publishes(())
     plain.stage(WeightVersion(1), MemorySender())
     np.testing.assert_allclose(found, plain.probe(PROBE).logprobs, atol=1e-3)
+
+
+def test_the_policy_of_a_save_of_fp8_parameters_is_exported_as_the_trainer_exports_it(single_rank, tmp_path):
+    from megatron_rl.trainer.saves import SavedPolicy
+
+    directory = save_model("blocks", tmp_path / "model", dtype=torch.bfloat16)
+    trainer = trainer_of(single_rank, directory, "blockwise_param")
+    losses(trainer, steps=1)
+    save(trainer, str(tmp_path / "saved"))
+    trainer.export(str(tmp_path / "by_trainer"))
+    SavedPolicy(replace(trainer.spec, exports=str(tmp_path / "saved")), single_rank).export(str(tmp_path / "by_save"))
+    (trained,), (found,) = ([*(tmp_path / name).glob("*.safetensors")] for name in ("by_trainer", "by_save"))
+    expected = load_file(trained)
+    assert load_file(found).keys() == expected.keys()
+    for name, tensor in load_file(found).items():
+        assert torch.equal(tensor, expected[name]), name
 
 
 def test_training_resumed_from_a_checkpoint_of_fp8_parameters_is_unchanged(single_rank, tmp_path):

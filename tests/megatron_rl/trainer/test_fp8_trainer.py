@@ -88,6 +88,12 @@ def through_a_step(position, parallel, directory, work, batch):
         save(trainer, f"{work}/saved")
         from megatron.core import dist_checkpointing
 
+        from megatron_rl.trainer.saves import SavedPolicy
+
+        saved_policy = SavedPolicy(replace(trainer.spec, exports=f"{work}/saved"), position)
+        for name, one in saved_policy._model.named_parameters():
+            assert torch.equal(one, dict(exported._model.named_parameters())[name]), name
+
         saved = dist_checkpointing.load_plain_tensors(f"{work}/saved")
         assert {type(one) for name, one in saved.items() if name.endswith(".weight")} == {torch.Tensor}
         if parallel.tensor == 1:

@@ -9,7 +9,7 @@ import pytest
 import ray
 
 from megatron_rl.trainer import group as trainer_group
-from megatron_rl.trainer.group import IDLE_TIMEOUT_S, SpmdGroup
+from megatron_rl.trainer.group import IDLE_TIMEOUT_S, LOOK_EVERY_S, SpmdGroup
 from rollout.failures import DeadlineError
 from rollout.patience import Patience
 
@@ -22,6 +22,7 @@ class World:
     stopped_in: dict[int, float] = field(default_factory=dict)
     now: float = 0.0
     num_looks: int = 0
+    num_reads: int = 0
     exceptions = ray.exceptions
 
     def wait(self, refs: list[str], *, timeout: float, **_: object) -> tuple[list[str], list[str]]:
@@ -32,6 +33,7 @@ class World:
         return (refs, []) if answered else ([], refs)
 
     def get(self, refs: object) -> object:
+        self.num_reads += 1
         return refs
 
     def kill(self, actor: object, *, no_restart: bool) -> None:
@@ -92,3 +94,16 @@ def test_an_idle_rank_is_not_judged_by_time_in_which_nobody_asked(
     with pytest.raises(DeadlineError, match="had not returned after 120 s"):
         look_often(world, group)
     assert world.now - begin <= IDLE_TIMEOUT_S
+
+
+def test_the_answer_of_an_idle_rank_is_read_once(started: Callable[..., tuple[World, SpmdGroup]]) -> None:
+    """A look at hundreds of ranks, many times a second, must not cost a read of each."""
+    world, group = started(answers_at=0.0)
+    for _ in range(9):
+        world.now += 1.0
+        group.check_idle()
+    assert world.num_reads == 1
+    world.now += LOOK_EVERY_S
+    for _ in range(2):
+        group.check_idle()
+    assert world.num_reads == 2

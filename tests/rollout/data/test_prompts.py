@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from rollout.data.order import OrderState, PromptOrder, PromptSet
 from rollout.data.prompts import PromptLoader
 from rollout.data.rows import read_rows
-from rollout.data.tokenizer import Tokenizer, check_fits_model
-from tests.support.byte_tokenizer import write_byte_tokenizer
+from rollout.data.tokenizer import check_fits_model
+from tests.support.byte_tokenizer import tokenizer_in, write_byte_tokenizer
 
 ROWS = [
     {"prompt": "What is 1+1?", "answer": 2},
@@ -32,7 +32,7 @@ ROWS = [
 def tokenizer(tmp_path_factory):
     directory = tmp_path_factory.mktemp("tokenizer")
     write_byte_tokenizer(directory)
-    return Tokenizer(str(directory))
+    return tokenizer_in(directory)
 
 
 def write_jsonl(path, rows):
@@ -132,7 +132,7 @@ def test_rows_beyond_the_limit_are_not_read(tmp_path):
 
 def test_without_a_chat_template_text_is_used_as_it_is_and_messages_are_refused(tmp_path):
     write_byte_tokenizer(tmp_path, chat_template=None)
-    tokenizer = Tokenizer(str(tmp_path))
+    tokenizer = tokenizer_in(tmp_path)
     loaded = PromptLoader(tokenizer).load(write_jsonl(tmp_path / "a.jsonl", ROWS[:1]), max_prompt_tokens=99)
     assert len(loaded.prompts[0].token_ids) == 12
     with pytest.raises(ValueError, match=r"b\.jsonl, line 1: .*no chat template"):
@@ -142,28 +142,47 @@ def test_without_a_chat_template_text_is_used_as_it_is_and_messages_are_refused(
 def test_a_conversation_that_the_template_refuses_is_named_by_line(tmp_path):
     write_byte_tokenizer(tmp_path, chat_template="{{ raise_exception('no system turns') }}")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*no system turns"):
-        PromptLoader(Tokenizer(str(tmp_path))).load(write_jsonl(tmp_path / "a.jsonl", ROWS[2:]), max_prompt_tokens=99)
+        PromptLoader(tokenizer_in(tmp_path)).load(write_jsonl(tmp_path / "a.jsonl", ROWS[2:]), max_prompt_tokens=99)
 
 
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path):
     write_byte_tokenizer(tmp_path, model_vocab_size=258)
     with pytest.raises(ValueError, match="ids up to 259, but the model's vocab_size is 258"):
-        check_fits_model(Tokenizer(str(tmp_path)).facts(), str(tmp_path))
+        check_fits_model(tokenizer_in(tmp_path).facts(), str(tmp_path))
 
 
 def test_a_tokenizer_without_an_end_or_a_directory_without_a_tokenizer_is_refused(tmp_path):
     with pytest.raises(ValueError, match="cannot load a tokenizer"):
-        Tokenizer(str(tmp_path))
+        tokenizer_in(tmp_path)
     write_byte_tokenizer(tmp_path, eos=False)
     with pytest.raises(ValueError, match="no end-of-sequence token"):
-        Tokenizer(str(tmp_path)).facts()
+        tokenizer_in(tmp_path).facts()
 
 
 def test_the_fingerprint_changes_with_the_tokenizer(tmp_path, tokenizer):
     write_byte_tokenizer(tmp_path)
-    assert Tokenizer(str(tmp_path)).facts() == tokenizer.facts()
+    assert tokenizer_in(tmp_path).facts() == tokenizer.facts()
     write_byte_tokenizer(tmp_path, chat_template="{{ messages[0].content }}")
-    assert Tokenizer(str(tmp_path)).facts().fingerprint != tokenizer.facts().fingerprint
+    assert tokenizer_in(tmp_path).facts().fingerprint != tokenizer.facts().fingerprint
+
+
+THINKS_BY_DEFAULT = (
+    "{{ messages[0].content }}{% if enable_thinking is defined and enable_thinking is false %}<no>{% endif %}"
+)
+
+
+def test_the_chat_template_gets_its_arguments(tmp_path):
+    write_byte_tokenizer(tmp_path, chat_template=THINKS_BY_DEFAULT)
+    usual, quick = tokenizer_in(tmp_path), tokenizer_in(tmp_path, enable_thinking=False)
+    assert [tokenizer.render(ROWS[1]["prompt"]) for tokenizer in (usual, quick)] == ["Hi", "Hi<no>"]
+    assert usual.facts().fingerprint != quick.facts().fingerprint
+
+
+@pytest.mark.parametrize("template", [THINKS_BY_DEFAULT, None])
+def test_an_argument_that_the_template_does_not_read_is_refused(tmp_path, template):
+    write_byte_tokenizer(tmp_path, chat_template=template)
+    with pytest.raises(ValueError, match=r"chat_template_arguments: .* does not read 'thinking'"):
+        tokenizer_in(tmp_path, thinking=False)
 
 
 @st.composite

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import ray
 
 from history.store.traces import read_traces
 from rollout.data.tokenizer import Tokenizer
+from rollout.rewards import text_actor
 from rollout.rewards.sample_rows import SampleWriter
-from rollout.types import GroupColumns, ScoredGroup, ScoreStatus
-from tests.support.byte_tokenizer import write_byte_tokenizer
+from rollout.types import GroupColumns, GroupId, ScoredGroup, ScoreStatus
+from tests.support.byte_tokenizer import tokenizer_in, write_byte_tokenizer
 from tests.support.scored_groups import scored_group
 
 
@@ -22,7 +24,7 @@ from tests.support.scored_groups import scored_group
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     directory = tmp_path_factory.mktemp("model")
     write_byte_tokenizer(directory)
-    return Tokenizer(str(directory))
+    return tokenizer_in(directory)
 
 
 def with_columns(number: int) -> tuple[ScoredGroup, GroupColumns]:
@@ -99,3 +101,22 @@ def test_groups_are_written_one_after_another_and_leave_the_memory(tmp_path: Pat
         ("t/1", 1),
     ]
     assert len(samples.read_text(encoding="utf-8").splitlines()) == 20 == len(list(read_traces(traces)))
+
+
+def test_a_group_whose_tokens_were_lost_with_a_node_is_left_out_and_counted(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = [scored_group(number) for number in range(3)]
+
+    def get(columns: list[GroupColumns]) -> list[GroupColumns]:
+        if columns[0] is groups[1].columns[0]:
+            raise ray.exceptions.ObjectLostError("id", None, "")
+        return columns
+
+    monkeypatch.setattr(text_actor.ray, "get", get)
+    lost: list[GroupId] = []
+    rows = SampleWriter(tokenizer).write(
+        text_actor._with_columns(groups, lost), samples_path=tmp_path / "a", traces_path=None, num_returned=99
+    )
+    assert {row["prompt_id"] for row in rows} == {"t/0", "t/2"} and lost == [groups[1].group.group_id]
+    assert [path.name for path in tmp_path.iterdir()] == ["a"]

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from rollout.config import RewardConfig
-from rollout.data.tokenizer import Tokenizer
+from rollout.data.tokenizer import TokenizerSource
 from rollout.failures import RewardBrokenError
 from rollout.rewards.scorer import ResponseScorer
 from rollout.rewards.text_actor import TextParts
 from rollout.types import GroupColumns, GroupId, Prompt, PromptGroup, PromptId, SamplingSpec, ScoreStatus
-from tests.support.byte_tokenizer import write_byte_tokenizer
+from tests.support.byte_tokenizer import tokenizer_in, write_byte_tokenizer
 from tests.support.deadline import DEADLINE_S
 
 FUNCTIONS = "tests.support.reward_functions"
@@ -46,7 +46,7 @@ def scorer_of(model_directory):
     with asyncio.Runner() as loop:
 
         def start(function, **config):
-            scorer = ResponseScorer(Tokenizer(model_directory), RewardConfig(function=function, **config))
+            scorer = ResponseScorer(tokenizer_in(model_directory), RewardConfig(function=function, **config))
             loop.run(scorer.start())
             made.append(scorer)
             return Scorer(loop, scorer)
@@ -209,11 +209,11 @@ def test_a_bad_path_is_an_error_at_start(scorer_of):
 def test_a_tokenizer_that_does_not_fit_the_model_is_an_error_at_start(tmp_path):
     write_byte_tokenizer(tmp_path, model_vocab_size=100)
     with pytest.raises(ValueError, match="vocab_size is 100"):
-        TextParts.start(str(tmp_path))
+        TextParts.start(TokenizerSource(directory=str(tmp_path)))
 
 
 def test_the_parts_of_the_text_actor_share_a_tokenizer(model_directory, tmp_path):
-    parts = TextParts.start(model_directory)
+    parts = TextParts.start(TokenizerSource(directory=model_directory))
     facts = parts.tokenizer
     assert (facts.vocab_size, facts.eos_token_id, facts.has_chat_template) == (260, 256, True)
     (tmp_path / "one.jsonl").write_text('{"prompt": "1 + 1", "ground_truth": "2"}\n')

@@ -21,6 +21,7 @@ from launcher.cluster.processes import Processes, processes
 from launcher.cluster.ray_cluster import joined_nodes, reserve
 from launcher.config.schema import ClusterConfig
 from rollout.config import RewardConfig
+from rollout.data.tokenizer import TokenizerSource
 from rollout.failures import DeadlineError
 from rollout.pool import scorer_pool
 from rollout.types import ScorerAnswer
@@ -142,7 +143,9 @@ def main() -> None:
         answer["shards"] = shard_nodes(asked) == asked
         with tempfile.TemporaryDirectory() as folder:
             write_byte_tokenizer(Path(folder))
-            (scorer,) = running.start_text_processes(folder, RewardConfig(), ["node9"]).scorers
+            (scorer,) = running.start_text_processes(
+                TokenizerSource(directory=folder), RewardConfig(), ["node9"]
+            ).scorers
             answer["scorer"] = score(scorer) == ids["node9"]
             holder = start_probe(running, "node9")
             tokens = holder.tokens.remote()

@@ -18,7 +18,7 @@ from launcher.config.schema import WandbConfig
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
 from rollout.data.tokenizer import Tokenizer
-from tests.support.byte_tokenizer import CHAT_TEMPLATE, write_byte_tokenizer
+from tests.support.byte_tokenizer import CHAT_TEMPLATE, tokenizer_in, write_byte_tokenizer
 
 ROWS = [PromptRow(where="train.jsonl, line 1", prompt="1 + 1", data_source="", ground_truth="2", extra_info_json="{}")]
 EOS = 256
@@ -29,7 +29,7 @@ DEAF_TEMPLATE = "<|user|>hello<|end|>{% if add_generation_prompt %}<|assistant|>
 
 def tokenizer(directory: Path, template: str = CHAT_TEMPLATE) -> Tokenizer:
     write_byte_tokenizer(directory, chat_template=template)
-    return Tokenizer(str(directory))
+    return tokenizer_in(directory)
 
 
 @pytest.mark.parametrize(
