@@ -8,10 +8,14 @@ responses a step, five epochs. Decoding is bound by the fixed cost of a forward,
 error unless the base spends 70 to 90 % of its steps in rollout.
 
 Arms (`benchmarks.end_to_end.arms`) run from one warm start with the same prompts, held-out problems, batch and learning
-rate. Their order is reversed with every seed, so slow drifts of the machine affect all alike. Trainer and engine have a
-core each; peers have both cores, in environments made by `python -m benchmarks.end_to_end.peers --setup DIR`. An arm
-whose INT8 kernel is not exact on this CPU, and a peer without an environment, is left out and listed as not measured.
-All arms of a seed run on one kind of machine: `--resume` measures a seed anew that another kind has begun.
+rate. All arms run with three seeds, those that goals compare with six. Their order is reversed with every seed, so slow
+drifts of the machine affect all alike. Trainer and engine have a core each; peers have both cores, in environments made
+by `python -m benchmarks.end_to_end.peers --setup DIR`. An arm whose INT8 kernel is not exact on this CPU, and a peer
+without an environment, is left out and listed as not measured. All arms of a seed run on one kind of machine:
+`--resume` measures a seed anew that another kind has begun.
+
+Arms of this project draw the same random numbers for a response, so differences between these arms are the arms'. A
+peer draws others, and with 256 held-out answers its accuracies have a standard error of three points.
 
 Rows: one per run, one per evaluation, and one per pair of arms with differences over the seeds. `--quick` runs the base
 and the fastest arm for two steps on short answers; its figures mean nothing. Beside OUT, `OUT.accuracy.svg` shows
@@ -25,7 +29,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.end_to_end import inputs, picture
-from benchmarks.end_to_end.arms import ARMS, QUICK_ARMS
+from benchmarks.end_to_end.arms import ARMS, COMPARED, QUICK_ARMS
 from benchmarks.end_to_end.judged import check_regime, completed, differences, goals
 from benchmarks.end_to_end.peers.setup import python_of
 from benchmarks.end_to_end.resumed import kept, machine_name
@@ -46,17 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--resume", action="store_true", help="keep the runs that OUT has")
     options = parser.parse_args(argv)
     size = QUICK if options.quick else FULL
-    seeds = options.seeds or (inputs.QUICK_SEEDS if options.quick else inputs.SEEDS)
+    seeds = options.seeds or (inputs.QUICK_SEEDS if options.quick else inputs.SEEDS + inputs.MORE_SEEDS)
     left_out = {} if options.quick else unfit(options.peers)
     wanted = options.only or [*(QUICK_ARMS if options.quick else ARMS)]
     arms = [arm for arm in wanted if arm not in left_out]
+
+    def arms_of(seed: int) -> list[str]:
+        return [arm for arm in arms if arm in COMPARED or seed not in inputs.MORE_SEEDS or arm in options.only]
+
     warm = inputs.warm_start(options.work, quick=options.quick)
     place = Place(warm=warm, work=options.work, peers=options.peers)
     before = [row for row in rows_before(options.json, resume=options.resume) if row["what"] != "difference"]
     here = machine_name()
-    rows, ended = kept(before, arms, here)
+    rows, ended = kept(before, arms_of, here)
     for number, seed in enumerate(seeds):
-        for arm in arms[::-1] if number % 2 else arms:
+        for arm in arms_of(seed)[:: -1 if number % 2 else 1]:
             done = any((row["what"], row["arm"], row["seed"]) == ("run", arm, seed) for row in rows)
             if done or seed in ended:
                 continue

@@ -52,6 +52,8 @@ ARMS: Mapping[str, Arm] = {
     PLAIN_LOOP: Arm(peer="plain_loop"),
 }
 QUICK_ARMS = (BASE, OURS)
+COMPARED = (BASE, OURS, TRL, PLAIN_LOOP)
+"""Arms that goals compare, which run with more seeds."""
 
 ACCURACY = 0.75
 """Held-out accuracy to which seconds are counted; fixed before the first measured run."""

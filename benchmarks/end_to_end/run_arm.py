@@ -146,7 +146,7 @@ def peer_command(arm: Arm, seed: int, run_dir: Path, place: Place, size: Size) -
         learning_rate=size.learning_rate,
         warmup_steps=size.warmup_steps,
         context=CONTEXT,
-        most_requests=96,
+        most_requests=256,
         kv_cache_bytes=1 << 29,
         **PEER_SETTINGS[arm.peer],
     )
