@@ -197,7 +197,7 @@ def _draw_some(
         greedy = Sampler.greedy_sample(logits.float().contiguous())
         if sampling.all_greedy and sampling.max_num_logprobs is None:
             return greedy, None
-    # every pass over the logits of a large batch costs a tenth of a millisecond on a GPU, so none is copied
+    # the logits of a large batch are hundreds of megabytes on a GPU, so they are not copied
     if sampling.temperature is None:
         scores = logits.float()
     else:

@@ -382,6 +382,9 @@ def test_an_idle_rank_that_dies_is_noticed_without_a_call(monkeypatch):
     os.kill(processes[2].pid, signal.SIGKILL)
     lost = check_until(group, ProcessLostError)
     assert lost.place.ranks == (2,)
+    for process in processes:  # the whole group ends; a process exists until its parent has noticed that
+        with contextlib.suppress(psutil.NoSuchProcess):
+            psutil.Process(process.pid).wait(timeout=DEADLINE_S)
 
 
 def test_an_idle_rank_that_is_frozen_is_named_and_the_group_is_killed(monkeypatch):
