@@ -59,6 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return [arm for arm in arms if arm in COMPARED or seed not in inputs.MORE_SEEDS or arm in options.only]
 
     warm = inputs.warm_start(options.work, quick=options.quick)
+    # as `make setup` does: a clone in which nothing has drafted yet would compile in the first arm that drafts
+    subprocess.run([sys.executable, "-m", "history.drafting.compile"], check=True)
     place = Place(warm=warm, work=options.work, peers=options.peers)
     before = [row for row in rows_before(options.json, resume=options.resume) if row["what"] != "difference"]
     here = machine_name()
