@@ -78,6 +78,9 @@ class OptimizerConfig(Config):
     """Upper bound of the global gradient norm. 0 turns clipping off."""
     distributed: bool = False
     """Use Megatron's distributed optimizer, which shards its states over data-parallel ranks."""
+    states_on_host: bool = False
+    """Keep FP32 weights and moments in pinned host memory. They come to the GPU for each optimizer step and leave after
+    it, so forward and backward passes have their memory. The numbers stay the same."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):

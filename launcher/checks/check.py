@@ -18,7 +18,7 @@ from launcher.checks.formats import weight_format_warnings
 from launcher.checks.fp8 import fp8_problems, fp8_warnings
 from launcher.checks.functions import function_problems
 from launcher.checks.memory import MemoryPlan, allocator_problems, sft_memory, store_warnings
-from launcher.checks.model import engine_problems, partition_problems, response_lengths
+from launcher.checks.model import engine_problems, hosted_state_problems, partition_problems, response_lengths
 from launcher.checks.paths import file_problems, folder_problems, warm_start_target
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import Placement, plan_sft
@@ -119,6 +119,7 @@ def check_sft(config: SftConfig, nodes: Sequence[NodeResources]) -> CheckedSft:
     problems += warm_start_target(config.output_dir, config.model) + file_problems("log_path", config.log_path)
     problems += partition_problems(spec, config.trainer.parallel, node)
     problems += fp8_problems(spec, config.trainer, node)
+    problems += hosted_state_problems(config.trainer, node)
     problems += deadline_problems(config.trainer, node)
     memory = sft_memory(config, spec, node)
     problems += memory.problems()

@@ -14,7 +14,7 @@ from launcher.cluster.placement import Placement, plan
 from launcher.cluster.weight_route import Transport
 from launcher.config.schema import RunConfig, SftConfig
 from launcher.errors import ConfigError
-from launcher.estimate.device_memory import CONTEXT_BYTES, with_reserve
+from launcher.estimate.device_memory import CONTEXT_BYTES, UPDATE, trainer_items, with_reserve
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.run_tables import run_tables
 from launcher.estimate.tables import MemoryTable, gib
@@ -168,7 +168,10 @@ def sft_memory(config: SftConfig, spec: ModelSpec, node: NodeResources) -> Memor
             kind="device",
             load="a trainer rank",
             count=world,
-            phases={"train": with_reserve(_times(trainer, 1))},
+            phases={
+                phase: with_reserve(trainer_items(trainer, config.trainer, phase))
+                for phase in ("train", *((UPDATE,) if config.trainer.optimizer.states_on_host else ()))
+            },
             available_bytes=min(node.gpu_bytes),
         )
     else:
@@ -179,14 +182,14 @@ def sft_memory(config: SftConfig, spec: ModelSpec, node: NodeResources) -> Memor
             kind="host",
             load="trainer",
             count=1,
-            phases={"train": (*_times(trainer, world), processes)},
+            phases={"train": (*_of_all_ranks(trainer, world), processes)},
             available_bytes=node.available_bytes,
         )
     shortages = () if table.fits else (Shortage(table=table, changes=()),)
     return MemoryPlan(tables=(table,), shortages=shortages)
 
 
-def _times(items: Sequence[MemoryItem], count: int) -> list[MemoryItem]:
+def _of_all_ranks(items: Sequence[MemoryItem], count: int) -> list[MemoryItem]:
     return [replace(item, what=f"trainer {item.what}", num_bytes=count * item.num_bytes) for item in items]
 
 

@@ -29,6 +29,8 @@ _HALVED = (
 _SWITCHED: dict[str, tuple[str | int | bool, ...]] = {
     "trainer.optimizer.distributed": (True,),
     "trainer.critic.optimizer.distributed": (True,),
+    "trainer.optimizer.states_on_host": (True, False),
+    "trainer.critic.optimizer.states_on_host": (True, False),
     "trainer.reference.place": ("host", "device"),
     "trainer.recompute": ("full",),
     "trainer.offload": ("all", "optimizer", "none"),

@@ -7,7 +7,7 @@ from launcher.checks.formats import kv_format_problems, weight_format_problems
 from launcher.checks.fp8 import fp8_problems
 from launcher.cluster.node import NodeResources
 from launcher.config.schema import RunConfig
-from megatron_rl.config import ParallelConfig
+from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.memory import kv_bytes_per_token
 from megatron_rl.model.spec import ModelSpec, check_parallel
 from rollout.config import EngineConfig, EvalSetConfig
@@ -26,6 +26,7 @@ def model_problems(config: RunConfig, spec: ModelSpec, node: NodeResources) -> l
         *kv_format_problems(spec, config.engine.kv_format, node),
         *fp8_problems(spec, config.trainer, node),
         *_device_phases(config, node),
+        *hosted_state_problems(config.trainer, node),
     ]
 
 
@@ -69,6 +70,16 @@ def engine_problems(spec: ModelSpec, engine: EngineConfig, max_prompt: int, resp
 def response_lengths(sets: Mapping[str, EvalSetConfig], key: str) -> dict[str, int]:
     """Longest response by the key that bounds it."""
     return {f"{key}.{name}.max_response_tokens": config.max_response_tokens for name, config in sets.items()}
+
+
+def hosted_state_problems(trainer: TrainerConfig, node: NodeResources) -> list[str]:
+    """Problems of optimizer states that are to stay in host memory."""
+    hosted = (("optimizer", trainer.optimizer), ("critic.optimizer", trainer.critic.optimizer))
+    return [
+        f"`trainer.{key}.states_on_host` = true: a trainer on a CPU has all its memory there; set it to false"
+        for key, optimizer in hosted
+        if optimizer.states_on_host and not node.gpu_bytes
+    ]
 
 
 def _device_phases(config: RunConfig, node: NodeResources) -> list[str]:

@@ -7,13 +7,15 @@ that sequence:
     sleep     engines begin to free memory, nothing is free yet
     onload    the trainer's state comes back; sleeping engines keep their CUDA graphs
     train     forward and backward; torch keeps these blocks until the trainer is offloaded
+    update    with states on the host they come to the device; torch gives the blocks of a backward back for them
     save      a checkpoint is copied to host memory
     offload   the trainer begins to free memory
     wake      engines allocate weights beside the trainer's
     publish   weights travel
     wake kv   engines allocate keys and values; with `trainer.offload` = all the trainer's weights have left
 
-Without turns, only rollout, train, save and publish differ. Constants without a measurement are named estimates.
+Without turns, only rollout, train, update, save and publish differ. Constants without a measurement are named
+estimates.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,6 +42,8 @@ TURNS = ("rollout", "sleep", "onload", "train", "save", "offload", "wake", "publ
 """Columns of a device that trainer and engines use in turns."""
 SIDE_BY_SIDE = ("rollout", "train", "save", "publish")
 """Columns without turns."""
+UPDATE = "update"
+"""Column after `train`, if an optimizer's states are in host memory else (`trainer.optimizer.states_on_host`)."""
 _STATE = ("parameters", "gradients", "optimizer")
 _HELD_BY_TRAINER: Mapping[str, Mapping[str, Sequence[str]]] = {
     "none": dict.fromkeys(TURNS, _STATE),
@@ -50,7 +54,7 @@ _HELD_BY_TRAINER: Mapping[str, Mapping[str, Sequence[str]]] = {
     | dict.fromkeys(("rollout", "sleep", "wake kv"), ()),
 }
 """Trainer state on the device by `trainer.offload` and column."""
-_FREED_BY_SLEEP = ("onload", "train", "save", "offload")
+_FREED_BY_SLEEP = ("onload", "train", "update", "save", "offload")
 """Columns in which a sleeping engine keeps its CUDA graphs only."""
 
 
@@ -59,7 +63,7 @@ def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_byt
     trainer = run.trainer_rank
     engine = engine_rank(run.spec, run.config.engine, draft_tokens=run.draft_tokens)
     phases = {}
-    for phase in TURNS if run.in_turns else SIDE_BY_SIDE:
+    for phase in columns(run):
         items = [
             *(trainer_items(trainer, run.config.trainer, phase) if load.num_trainers else ()),
             *(engine_items(engine, run.config.engine, phase, load.num_engine_ranks) if load.num_engine_ranks else ()),
@@ -71,19 +75,40 @@ def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_byt
     return MemoryTable(kind="device", load=load.title, count=count, phases=phases, available_bytes=available_bytes)
 
 
+def columns(run: PlannedRun) -> Sequence[str]:
+    """Columns of the tables of a run."""
+    names = TURNS if run.in_turns else SIDE_BY_SIDE
+    trainer = run.config.trainer
+    hosted = trainer.optimizer.states_on_host
+    hosted |= run.further.critic is not None and trainer.critic.optimizer.states_on_host
+    return [each for name in names for each in ((name, UPDATE) if hosted and name == "train" else (name,))]
+
+
 def trainer_items(items: Sequence[MemoryItem], trainer: TrainerConfig, phase: str) -> list[MemoryItem]:
     """Items of a trainer rank on its device in one phase; `items` are those of `trainer_rank`.
 
     torch keeps the blocks of a backward pass until the trainer is offloaded, so another process cannot use them. Other
-    models are there when the optimizer is (`megatron_rl.trainer.offload`).
+    models are there when the optimizer is (`megatron_rl.trainer.offload`). States that stay in host memory are there in
+    an update and in a save. torch then gives back the blocks of a backward, but the samples of the step stay.
     """
-    held = _HELD_BY_TRAINER[trainer.offload][phase]
+    held = _HELD_BY_TRAINER[trainer.offload]["train" if phase == UPDATE else phase]
     held = (*held, *(FURTHER_STATE if "optimizer" in held else ()))
+    hosted = _hosted(trainer)
+    if phase not in (UPDATE, "save"):
+        held = tuple(name for name in held if name not in hosted)
     state = [item for item in items if item.what in held]
     passing = [item for item in items if item.what not in (*_STATE, *FURTHER_STATE)]
-    if trainer.offload != "none" and phase not in ("train", "save", "offload"):
+    if phase == UPDATE or (phase == "save" and hosted):
+        passing = [item for item in passing if item.what == "samples of a step"]
+    if trainer.offload != "none" and phase not in ("train", UPDATE, "save", "offload"):
         passing = []
     return [replace(item, what=f"trainer {item.what}") for item in (*state, *passing)]
+
+
+def _hosted(trainer: TrainerConfig) -> Sequence[str]:
+    """Items whose memory is the host's but in updates and saves."""
+    optimizers = {"optimizer": trainer.optimizer, "critic optimizer": trainer.critic.optimizer}
+    return [what for what, optimizer in optimizers.items() if optimizer.states_on_host]
 
 
 def engine_items(items: Sequence[MemoryItem], engine: EngineConfig, phase: str, num_ranks: int) -> list[MemoryItem]:

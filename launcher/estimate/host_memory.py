@@ -4,7 +4,7 @@ Sources of what is not obvious:
 
 * *pinned offload*: `megatron_rl.trainer.offload` copies every storage into pinned memory. torch rounds each to a power
   of two (`CachingHostAllocator`) and keeps it for the next time, so it is held in every phase. Gradients are not
-  copied.
+  copied. Masters and moments with `trainer.optimizer.states_on_host` lie in such memory too.
 * *reference copies*: with `trainer.reference.place` = host a rank keeps a copy of its part of the reference policy in
   pinned memory (`megatron_rl.trainer.reference`).
 * *sleeping weights*: with `engine.sleep_level` = 1 vLLM copies weights into pinned memory (`CuMemAllocator.sleep`).
@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from history.store.prompt_store import RESPONSE_BYTES
 from launcher.config.schema import RunConfig
-from launcher.estimate.device_memory import SIDE_BY_SIDE, TURNS
+from launcher.estimate.device_memory import columns
 from launcher.estimate.loads import NodeLoad
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.publish_memory import host_baselines, host_publish_items
@@ -61,7 +61,7 @@ def host_table(run: PlannedRun, load: NodeLoad, *, count: int, available_bytes: 
         *host_baselines(run, load),
     ]
     phases = {}
-    for phase in TURNS if run.in_turns else SIDE_BY_SIDE:
+    for phase in columns(run):
         passing = [*(host_publish_items(run, load) if phase == "publish" else ())]
         phases[phase] = (*always, *passing, *_page_cache(run, load, saved=phase == "save"))
     return MemoryTable(
@@ -142,12 +142,9 @@ def _all_segments(config: RunConfig) -> int:
 
 
 def _pinned(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
-    trainer, engine = run.config.trainer, run.config.engine
+    engine = run.config.engine
     items = []
-    if trainer.offload != "none" and load.num_trainers:
-        state = _largest_state(run)
-        storages = state.optimizer + (state.weight_storages if trainer.offload == "all" else ())
-        storages += _further_storages(run)
+    if load.num_trainers and (storages := _offloaded(run)):
         pinned = load.num_trainers * sum(map(_power_of_two, storages))
         items.append(MemoryItem(what="pinned offload", num_bytes=pinned, knob="trainer.offload"))
     if engine.sleep_level == 1 and load.num_engine_ranks:
@@ -156,6 +153,18 @@ def _pinned(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
             MemoryItem(what="sleeping weights", num_bytes=int(SLEEP_ROUNDING * sleeping), knob="engine.sleep_level")
         )
     return items
+
+
+def _offloaded(run: PlannedRun) -> tuple[int, ...]:
+    """Bytes of each storage that a trainer rank copies to pinned memory at some time."""
+    trainer, critic = run.config.trainer, _largest_critic(run)
+    if trainer.offload == "none":
+        storages = _largest_state(run).optimizer if trainer.optimizer.states_on_host else ()
+        hosted = critic is not None and trainer.critic.optimizer.states_on_host
+        return storages + (critic.optimizer if critic is not None and hosted else ())
+    state = _largest_state(run)
+    weights = state.weight_storages if trainer.offload == "all" else ()
+    return state.optimizer + weights + _further_storages(run)
 
 
 def reference_copies(run: PlannedRun, load: NodeLoad, *, pinned: bool) -> Sequence[MemoryItem]:

@@ -72,6 +72,7 @@ def _switch_s(run: PlannedRun, given: Assumptions, shard: float) -> float:
         return 0.0
     trainer = run.config.trainer
     state = rank_state(run.spec, trainer, pipeline_rank=0)
-    moved = {"none": 0, "optimizer": state.optimizer_bytes, "all": state.optimizer_bytes + state.parameters}
+    optimizer = 0 if trainer.optimizer.states_on_host else state.optimizer_bytes
+    moved = {"none": 0, "optimizer": optimizer, "all": optimizer + state.parameters}
     sleeping = 2 * shard if run.config.engine.sleep_level == 1 else 0.0
     return (2 * moved[trainer.offload] + sleeping) / given.pcie_bytes_s

@@ -9,7 +9,8 @@ A reference policy takes one forward more, and a critic what the policy takes, w
 
 Communication is not hidden behind products: sequence parallelism gathers and scatters the hidden states twice a layer
 and pass, experts exchange tokens twice a layer and pass, and each optimizer step reduces gradients and, with the
-distributed optimizer, gathers parameters. A pipeline of N stages with m micro batches waits (N - 1) / m of the time.
+distributed optimizer, gathers parameters. States that stay in host memory come and go over PCIe. A pipeline of N stages
+with m micro batches waits (N - 1) / m of the time.
 """
 
 from dataclasses import dataclass
@@ -148,4 +149,9 @@ def _model_update_s(state: StateSizes, trainer: TrainerConfig, optimizer: Optimi
     share = (parallel.data - 1) / parallel.data
     travels = share * (state.gradients + state.parameters if optimizer.distributed else 2 * state.gradients)
     read = 2 * state.optimizer_bytes + state.gradients + state.parameters
-    return travels / given.link_bytes_s(parallel.tensor * parallel.data) + read / given.memory_bytes_s
+    moved = 2 * state.optimizer_bytes if optimizer.states_on_host else 0
+    return (
+        travels / given.link_bytes_s(parallel.tensor * parallel.data)
+        + read / given.memory_bytes_s
+        + moved / given.pcie_bytes_s
+    )

@@ -73,7 +73,7 @@ def load(path: Path, model: LearnedModel) -> object:
             f"{'above 1' if spread else '1'} now; set it {'above' if saved else 'to'} 1"
         )
     same_partition = common["partition"] == _partition()
-    with loadable(model.optimizer), in_boxes(model.optimizer):
+    with model.states_on_device(), loadable(model.optimizer), in_boxes(model.optimizer):
         state = _sharded_state(model, is_loading=True)
         if same_partition:
             state["generators"] = {name: entry for name, entry in _generators().items() if entry.key in saved_keys}

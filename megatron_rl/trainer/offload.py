@@ -11,16 +11,17 @@ Gradients are not copied, because they are zero between steps.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 
 from megatron_rl.model.fp8_compute import drop_copies
 from megatron_rl.quantization.fp8_parameters import buffers
-from megatron_rl.trainer.optimizer import LearnedModel
 
 Part = Literal["weights", "gradients", "optimizer"]
 """Parts of the state that move separately. `weights` are the policy's, which a publish needs; weights of other models
@@ -37,12 +38,78 @@ class _Away:
     """Copy of its bytes; None if zeros replace them."""
 
 
+def _empty(full: Iterable[torch.UntypedStorage], *, copied: bool) -> list[_Away]:
+    """Free these storages, after a copy of each to host memory if `copied`."""
+    away = []
+    for storage in full:
+        content = _bytes_of(storage)
+        host = None
+        if copied:
+            host = torch.empty(content.numel(), dtype=torch.uint8, pin_memory=content.is_cuda)
+            host.copy_(content)
+        away.append(_Away(storage, storage.nbytes(), host))
+        del content
+        storage.resize_(0)
+    return away
+
+
+def _fill(away: Iterable[_Away]) -> None:
+    """Give emptied storages their bytes again."""
+    for emptied in away:
+        emptied.storage.resize_(emptied.num_bytes)
+        content = _bytes_of(emptied.storage)
+        content.zero_() if emptied.host is None else content.copy_(emptied.host)
+
+
+def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
+
+
+class HostedStates:
+    """Masters and moments of one optimizer that stay in host memory, and are on the device for an update only."""
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], optimizer: MegatronOptimizer) -> None:
+        """`chunks` hold the weights that the optimizer updates. In FP32 they are the masters, so they do not move."""
+        self._chunks = chunks
+        self._optimizer = optimizer
+        self._away: list[_Away] = []
+
+    def to_host(self) -> None:
+        """Free the states on the device. Weights must be there; states that are away already stay away."""
+        states = _without(_optimizer_tensors(self._optimizer), _weights(self._chunks))
+        self._away += _empty(storages(states), copied=True)
+
+    def to_device(self) -> None:
+        """Bring all states back."""
+        _fill(self._away)
+        self._away = []
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """Context in which the states are on the device, for an update or a load."""
+        self.to_device()
+        try:
+            yield
+        finally:
+            self.to_host()
+
+
+class Learned(Protocol):
+    """What is offloaded of a `LearnedModel`."""
+
+    @property
+    def chunks(self) -> Sequence[DistributedDataParallel]:
+        """With Megatron's gradient buffers."""
+
+    @property
+    def optimizer(self) -> MegatronOptimizer:
+        """Over the weights of the chunks."""
+
+
 class Offloader:
     """The parts of one trainer rank, each on its device or in host memory."""
 
-    def __init__(
-        self, policy: LearnedModel, critic: LearnedModel | None = None, frozen: Sequence[torch.nn.Module] = ()
-    ) -> None:
+    def __init__(self, policy: Learned, critic: Learned | None = None, frozen: Sequence[torch.nn.Module] = ()) -> None:
         """`frozen` are models that do not learn. No publish needs their weights and the critic's: see `Part`."""
         self._chunks = list(policy.chunks)
         self._learned = [policy] if critic is None else [policy, critic]
@@ -54,28 +121,15 @@ class Offloader:
         return sum(self._offload(part) for part in parts if part not in self._away)
 
     def _offload(self, part: Part) -> int:
-        away = []
         holders = {"weights": self._chunks, "optimizer": self._others}.get(part, ())
         dropped = sum(drop_copies(holder) for holder in holders)
-        for storage in storages(self._tensors(part)):
-            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload]
-            host = None
-            if part != "gradients":
-                host = torch.empty(content.numel(), dtype=torch.uint8, pin_memory=content.is_cuda)
-                host.copy_(content)
-            away.append(_Away(storage, storage.nbytes(), host))
-            del content
-            storage.resize_(0)
-        self._away[part] = away
-        return dropped + sum(emptied.num_bytes for emptied in away)
+        self._away[part] = _empty(storages(self._tensors(part)), copied=part != "gradients")
+        return dropped + sum(emptied.num_bytes for emptied in self._away[part])
 
     def onload(self) -> None:
         """Restore all offloaded parts."""
         for away in self._away.values():
-            for emptied in away:
-                emptied.storage.resize_(emptied.num_bytes)
-                content = torch.empty(0, dtype=torch.uint8, device=emptied.storage.device).set_(emptied.storage)  # type: ignore[call-overload]
-                content.zero_() if emptied.host is None else content.copy_(emptied.host)
+            _fill(away)
         self._away = {}
 
     def _tensors(self, part: Part) -> Iterator[torch.Tensor]:
@@ -86,18 +140,23 @@ class Offloader:
                 for chunk in (chunk for model in self._learned for chunk in model.chunks):
                     yield from (buffer.grad_data for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers))
             case "optimizer":
-                weights = {storage.data_ptr() for storage in storages(_weights(self._chunks))}
-                for tensor in chain(_weights(self._others), self._optimizer_tensors()):
-                    if tensor.untyped_storage().data_ptr() not in weights:
-                        yield tensor
+                states = (_optimizer_tensors(model.optimizer) for model in self._learned)
+                yield from _without(chain(_weights(self._others), *states), _weights(self._chunks))
 
-    def _optimizer_tensors(self) -> Iterator[torch.Tensor]:
-        """FP32 masters and Adam's moments."""
-        for optimizer in (part for model in self._learned for part in _parts(model.optimizer)):
-            for group in optimizer.optimizer.param_groups:
-                yield from (parameter.data for parameter in group["params"])
-            for state in optimizer.optimizer.state.values():
-                yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+def _without(tensors: Iterable[torch.Tensor], others: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that share no storage with others."""
+    kept = {storage.data_ptr() for storage in storages(others)}
+    return (tensor for tensor in tensors if tensor.untyped_storage().data_ptr() not in kept)
+
+
+def _optimizer_tensors(whole: MegatronOptimizer) -> Iterator[torch.Tensor]:
+    """FP32 masters and Adam's moments."""
+    for part in _parts(whole):
+        for group in part.optimizer.param_groups:
+            yield from (parameter.data for parameter in group["params"])
+        for state in part.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def _weights(holders: Iterable[torch.nn.Module]) -> Iterator[torch.Tensor]:

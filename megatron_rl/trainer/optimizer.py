@@ -7,11 +7,12 @@ batches and data-parallel ranks and never averaged: `calculate_per_token_loss` t
 `gradients_are_finite` checks Megatron's gradient buffers before the optimizer step.
 
 A `LearnedModel` has all three. The policy and the critic are two of them: both update in the same way, and both are
-saved, restored and offloaded.
+saved, restored and offloaded. Its optimizer's states may stay in host memory (`trainer.optimizer.states_on_host`). An
+update then brings them to the device, where it computes what it would compute otherwise.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +28,7 @@ from megatron_rl.config import Fp8, OptimizerConfig
 from megatron_rl.model.build import Dtype, PackedModel
 from megatron_rl.model.packed_batch import PackedBatch
 from megatron_rl.quantization.fp8_parameters import forget_first_weights
+from megatron_rl.trainer.offload import HostedStates
 from megatron_rl.trainer.pipeline import MicroBatchClock, Outcome, Output, run_schedule
 from rollout import progress
 
@@ -213,6 +215,8 @@ class LearnedModel:
     chunks: tuple[DistributedDataParallel, ...]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+    hosted: HostedStates | None = None
+    """Masters and moments that stay in host memory; None: they stay on the device."""
 
     @classmethod
     def of(
@@ -223,7 +227,14 @@ class LearnedModel:
         params_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
         optimizer = build_optimizer(config, chunks, params_dtype=params_dtype, fp8=fp8)
         schedule = build_schedule(config, optimizer, total_steps=total_updates)
-        return cls(chunks=tuple(chunks), optimizer=optimizer, schedule=schedule)
+        hosted = HostedStates(chunks, optimizer) if config.states_on_host else None
+        if hosted is not None:
+            hosted.to_host()
+        return cls(chunks=tuple(chunks), optimizer=optimizer, schedule=schedule, hosted=hosted)
+
+    def states_on_device(self) -> AbstractContextManager[None]:
+        """Context in which masters and moments are on the device."""
+        return nullcontext() if self.hosted is None else self.hosted.on_device()
 
     @property
     def learning_rate(self) -> float:
@@ -248,7 +259,8 @@ class LearnedModel:
             return outcomes, None
         self.schedule.step(increment=1)
         progress.mark("optimizer step")
-        _, grad_norm, _ = self.optimizer.step()
+        with self.states_on_device():
+            _, grad_norm, _ = self.optimizer.step()
         return outcomes, float(grad_norm)
 
     def finish_schedule(self, *, configured: int, made: int) -> None:

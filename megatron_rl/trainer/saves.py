@@ -19,6 +19,7 @@ from megatron_rl.model.spec import read_model_spec
 from megatron_rl.trainer import checkpoint
 from megatron_rl.trainer.building import model_options
 from megatron_rl.trainer.messages import TrainerSpec
+from megatron_rl.trainer.offload import HostedStates
 from megatron_rl.trainer.optimizer import LearnedModel
 from megatron_rl.trainer.reference import Reference
 from megatron_rl.weights import hf_export
@@ -53,6 +54,8 @@ class Saves:
     def begin(self, path: Path, coefficients: Mapping[str, float], *, background: bool) -> None:
         """Start writing all parts, and the coefficients of the loss with the policy."""
         parts = self._parts
+        for hosted in self._hosted:
+            hosted.to_device()
         checkpoint.begin_save(path, parts.policy, self._policy, coefficients=coefficients, background=background)
         if parts.critic is not None and self._critic is not None:
             checkpoint.begin_save(path / CRITIC, parts.critic, self._critic, background=background)
@@ -60,6 +63,8 @@ class Saves:
             checkpoint.begin_reference_save(
                 path / REFERENCE, parts.policy, parts.reference, self._reference, background=background
             )
+        if background:
+            self._release()
 
     def seconds(self) -> float | None:
         """From the begin to the last file of this rank; None before."""
@@ -73,7 +78,20 @@ class Saves:
         Raises:
             OSError: a file could not be written.
         """
-        return max(writer.finish() for writer in self._writers)
+        try:
+            return max(writer.finish() for writer in self._writers)
+        finally:
+            self._release()
+
+    def _release(self) -> None:
+        """Send states that stay in host memory back there; writers without copies need them on the device."""
+        for hosted in self._hosted:
+            hosted.to_host()
+
+    @property
+    def _hosted(self) -> Sequence[HostedStates]:
+        models = (self._parts.policy, self._parts.critic)
+        return [model.hosted for model in models if model is not None and model.hosted is not None]
 
     @property
     def _writers(self) -> Sequence[CheckpointWriter]:

@@ -68,6 +68,11 @@ BROKEN = {
         ("engine.kv_cache_bytes=85899345920",),
         ("GiB are needed", "`engine.kv_cache_bytes` = 42949672960 frees"),
     ),
+    "optimizer states do not fit beside activations": (
+        "grpo-qwen3-32b-1n8g",
+        ("trainer.optimizer.states_on_host=false",),
+        ("GiB are needed", "`trainer.optimizer.states_on_host` = true frees"),
+    ),
     "activations do not fit": (
         "grpo-qwen3-30b-a3b-fp8-4n8g",
         ("trainer.recompute=none",),

@@ -1,7 +1,8 @@
 """A trainer rank trains, publishes, is offloaded, saves, loads and exports: `trainer_case FAMILY FP8 FORMAT RECOMPUTE`.
 
-A second one has a critic and a reference policy in host memory. Copies are real on stub devices and optimizer steps
-change nothing there, so what is published in BF16 and exported must be the model that was loaded.
+A second one keeps its optimizer's states in host memory. A third one has a critic, and a reference policy in host
+memory. Copies are real on stub devices and optimizer steps change nothing there, so what is published in BF16 and
+exported must be the model that was loaded.
 """
 
 import os
@@ -71,6 +72,21 @@ def ppo(spec: TrainerSpec, position: Position, folder: Path) -> None:
     stage("load critic and reference", lambda: trainer.load(str(folder / "ppo")))
 
 
+def hosted(spec: TrainerSpec, position: Position, folder: Path) -> None:
+    """Masters and moments in pinned host memory, but in updates and saves."""
+    optimizer = spec.config.optimizer.model_copy(update={"states_on_host": True})
+    spec = replace(spec, config=spec.config.model_copy(update={"optimizer": optimizer}))
+    trainer = stage("build with states in host memory", lambda: Trainer(spec, position))
+    if trainer is None:
+        return
+    stage("an update with states in host memory", lambda: train(trainer, ONE))
+    stage("offload beside states in host memory", lambda: trainer.offload(("gradients", "optimizer", "weights")))
+    stage("onload beside states in host memory", trainer.onload)
+    stage("save states in host memory", lambda: save(trainer, str(folder / "hosted")))
+    stage("load states in host memory", lambda: trainer.load(str(folder / "hosted")))
+    stage("an update of loaded states", lambda: train(trainer, ONE))
+
+
 def published(trainer: Trainer, sender: MemorySender) -> dict[str, torch.Tensor]:
     """The tensors of a publish in BF16 whose buckets are all of this rank."""
     whole = assembled([(None, sender.contents, None, trainer.publishes.plan)])
@@ -123,6 +139,7 @@ def main(family: str, fp8: str, format: str, recompute: str) -> None:
     stage("save", lambda: save(trainer, str(folder / "saved")))
     stage("load", lambda: trainer.load(str(folder / "saved")))
     stage("export", lambda: export(trainer, folder / "exported", directory))
+    hosted(replace(spec, config=config), position, folder)
     ppo(replace(spec, config=config), position, folder)
 
 

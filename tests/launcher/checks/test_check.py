@@ -244,9 +244,11 @@ def test_a_directory_without_weights_or_tokenizer_is_refused(
 
 
 def test_offloading_and_sleep_are_refused_on_a_cpu(write_config: Write, node: NodeResources) -> None:
-    text = refusal(write_config(""), node, "engine.sleep_level=2", "trainer.offload=all", "publish.delta=true")
+    hosted = "trainer.optimizer.states_on_host=true"
+    text = refusal(write_config(""), node, "engine.sleep_level=2", "trainer.offload=all", "publish.delta=true", hosted)
     assert "`engine.sleep_level` = 2: only engines on GPUs sleep" in text
     assert "`trainer.offload` = all: a trainer on a CPU cannot be offloaded" in text
+    assert "`trainer.optimizer.states_on_host` = true: a trainer on a CPU has all its memory there" in text
     assert "`engine.sleep_level` = 2 with `publish.delta` = true" in text
 
 

@@ -180,6 +180,31 @@ def test_only_offloading_returns_the_blocks_of_a_backward_pass(tmp_path: Path) -
     assert "trainer activations" not in device_phases(tmp_path, trainer={"offload": "optimizer"})["rollout"]
 
 
+def test_states_in_host_memory_are_on_the_device_in_updates_and_saves_only(tmp_path: Path) -> None:
+    beside = device_phases(tmp_path)
+    assert "update" not in beside
+    on_host = {"optimizer": {"states_on_host": True}}
+    hosted = device_phases(tmp_path, trainer=on_host)
+    for phase, items in hosted.items():
+        on_device = phase in ("update", "save")
+        assert ("trainer optimizer" in items) == on_device, phase
+        assert ("trainer activations" in items) == (not on_device), phase
+        assert "trainer gradients" in items and "trainer parameters" in items
+    assert hosted["update"]["trainer optimizer"] == beside["train"]["trainer optimizer"]
+    turns = device_phases(tmp_path, engine={"sleep_level": 2}, trainer={"offload": "all", **on_host})
+    assert [*turns][2:6] == ["onload", "train", "update", "save"]
+    assert [phase for phase, items in turns.items() if "trainer optimizer" in items] == ["update", "save"]
+    assert not any(what.startswith("engine") for what in turns["update"])
+    spec, critic = spec_of(tmp_path), {"optimizer": {"states_on_host": True}}
+    config = RunConfig.model_validate({**BASE, "trainer": {"critic": critic}})
+    of_critic = PlannedRun(
+        config=config, spec=spec, placement=plan(config, [GPU]), further=FurtherSpecs(critic=spec, reference=None)
+    )
+    both = phases(run_memory(of_critic, [GPU]).tables[0])
+    assert [phase for phase, items in both.items() if "trainer critic optimizer" in items] == ["update", "save"]
+    assert all("trainer optimizer" in items for items in both.values())
+
+
 def test_a_save_in_the_background_copies_every_byte_of_a_checkpoint_once(tmp_path: Path) -> None:
     spec, two = spec_of(tmp_path), NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
     for distributed in (False, True):
@@ -228,6 +253,11 @@ def test_pinned_copies_are_rounded_to_powers_of_two(tmp_path: Path) -> None:
     state = 14 * num_parameters(spec)
     assert state <= host["train"]["pinned offload"] < 2 * state
     assert host["train"]["pinned offload"] == host["rollout"]["pinned offload"]
+    alone = phases(plan_of(spec, GPU, trainer={"optimizer": {"states_on_host": True}}).tables[1])
+    states = 12 * num_parameters(spec)
+    assert states <= alone["rollout"]["pinned offload"] < 2 * states
+    both = phases(plan_of(spec, GPU, trainer={"offload": "all", "optimizer": {"states_on_host": True}}).tables[1])
+    assert both["train"]["pinned offload"] == host["train"]["pinned offload"]
 
 
 BIG = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 150_016}

@@ -135,6 +135,17 @@ def test_switches_move_what_is_offloaded_out_and_back() -> None:
     assert publish_estimate(turns, given()).switch_s == pytest.approx(2 * (14 + 2) * parameters / 64e9, rel=0.001)
 
 
+def test_states_in_host_memory_move_in_every_update_and_not_between_phases() -> None:
+    on_host = {"optimizer": {"states_on_host": True}}
+    turns = planned(trainer={"offload": "all", **on_host}, engine={"sleep_level": 1})
+    parameters = num_parameters(SPEC)
+    assert publish_estimate(turns, given()).switch_s == pytest.approx(2 * (2 + 2) * parameters / 64e9, rel=0.001)
+    algorithm = {"num_mini_batches": 4}
+    beside, hosted = (planned(trainer=trainer, algorithm=algorithm) for trainer in ({}, on_host))
+    more = train_estimate(hosted, given()).optimizer_s - train_estimate(beside, given()).optimizer_s
+    assert more == pytest.approx(4 * 2 * 12 * parameters / 64e9, rel=0.001)
+
+
 def test_phases_follow_each_other_or_the_slower_side_decides() -> None:
     estimate = step_estimate(planned(), given(), num_gpus=1)
     parts = estimate.rollout.seconds + estimate.train.seconds + estimate.publish.seconds

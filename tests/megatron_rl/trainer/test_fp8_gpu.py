@@ -37,10 +37,10 @@ BATCH = SftBatch(micro_batches=(((0, 1), (2, 3)),), num_tokens=184)
 PROBE = list(range(1, 13))
 
 
-def trainer_of(position, directory, fp8, *, format="fp8_block"):
+def trainer_of(position, directory, fp8, *, format="fp8_block", **optimizer):
     from megatron_rl.trainer.trainer import Trainer
 
-    spec = trainer_spec(directory, ParallelConfig(), AlgorithmConfig(), format=format, distributed=True)
+    spec = trainer_spec(directory, ParallelConfig(), AlgorithmConfig(), format=format, distributed=True, **optimizer)
     return Trainer(replace(spec, config=spec.config.model_copy(update={"dtype": "bf16", "fp8": fp8})), position)
 
 
@@ -202,3 +202,32 @@ def test_training_after_offloading_to_host_memory_is_unchanged(single_rank, tmp_
     trainer.onload()
     assert same(contents(trainer), before)
     assert losses(trainer, steps=1)[0] < first
+
+
+@pytest.mark.parametrize("fp8", ["none", "blockwise_param"])
+def test_states_in_host_memory_take_no_device_memory_between_updates(single_rank, tmp_path, fp8):
+    directory = save_model("blocks", tmp_path / "model", dtype=torch.bfloat16)
+    expected = losses(trainer_of(single_rank, directory, fp8), steps=3)
+    trainer = trainer_of(single_rank, directory, fp8, states_on_host=True)
+    found = losses(trainer, steps=2)
+    hosted = trainer._policy.hosted
+    away = torch.cuda.memory_allocated()
+    hosted.to_device()
+    states = 12 * sum(one.numel() for one in trainer._model.parameters())
+    assert torch.cuda.memory_allocated() - away >= states
+    on_device = [one.detach().clone() for one in state_tensors(trainer)]
+    hosted.to_host()
+    hosted.to_device()
+    assert all(torch.equal(*pair) for pair in zip(state_tensors(trainer), on_device, strict=True))
+    del on_device
+    hosted.to_host()
+    assert torch.cuda.memory_allocated() == away
+    assert [*found, *losses(trainer, steps=1)] == pytest.approx(expected, rel=1e-3)
+
+
+def state_tensors(trainer):
+    """Masters and moments."""
+    (part,) = trainer._policy.optimizer.chained_optimizers
+    for parameter in (parameter for group in part.optimizer.param_groups for parameter in group["params"]):
+        yield parameter
+        yield from (part.optimizer.state[parameter][name] for name in ("exp_avg", "exp_avg_sq"))
