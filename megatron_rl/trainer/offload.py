@@ -1,8 +1,10 @@
-"""Offloads the state of a trainer rank to host memory and back, so that an engine can use the device.
+"""Offloads the state of a trainer rank to host memory and back: for an engine on the device, or for a backward pass.
 
 A tensor keeps its identity: its storage is resized to zero bytes and later filled again, so views, optimizer states and
 gradient hooks stay valid. A storage is moved once, however many tensors view it. Megatron's parameters and gradients
 are views of a few large buffers.
+
+`Offloader` moves parts of the state between phases of a step, and `HostedStates` an optimizer's around each update.
 
 For FP8 parameters, codes and scales in both orientations are moved. FP8 copies of BF16 weights are dropped.
 
