@@ -78,9 +78,7 @@ def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_byt
 def columns(run: PlannedRun) -> Sequence[str]:
     """Columns of the tables of a run."""
     names = TURNS if run.in_turns else SIDE_BY_SIDE
-    trainer = run.config.trainer
-    hosted = trainer.optimizer.states_on_host
-    hosted |= run.further.critic is not None and trainer.critic.optimizer.states_on_host
+    hosted = _hosted(run.trainer_rank, run.config.trainer)
     return [each for name in names for each in ((name, UPDATE) if hosted and name == "train" else (name,))]
 
 
@@ -93,7 +91,7 @@ def trainer_items(items: Sequence[MemoryItem], trainer: TrainerConfig, phase: st
     """
     held = _HELD_BY_TRAINER[trainer.offload]["train" if phase == UPDATE else phase]
     held = (*held, *(FURTHER_STATE if "optimizer" in held else ()))
-    hosted = _hosted(trainer)
+    hosted = _hosted(items, trainer)
     if phase not in (UPDATE, "save"):
         held = tuple(name for name in held if name not in hosted)
     state = [item for item in items if item.what in held]
@@ -105,10 +103,10 @@ def trainer_items(items: Sequence[MemoryItem], trainer: TrainerConfig, phase: st
     return [replace(item, what=f"trainer {item.what}") for item in (*state, *passing)]
 
 
-def _hosted(trainer: TrainerConfig) -> Sequence[str]:
-    """Items whose memory is the host's but in updates and saves."""
+def _hosted(items: Sequence[MemoryItem], trainer: TrainerConfig) -> Sequence[str]:
+    """Which of the items lie in host memory but in updates and saves."""
     optimizers = {"optimizer": trainer.optimizer, "critic optimizer": trainer.critic.optimizer}
-    return [what for what, optimizer in optimizers.items() if optimizer.states_on_host]
+    return [item.what for item in items if item.what in optimizers and optimizers[item.what].states_on_host]
 
 
 def engine_items(items: Sequence[MemoryItem], engine: EngineConfig, phase: str, num_ranks: int) -> list[MemoryItem]:

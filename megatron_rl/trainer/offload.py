@@ -44,7 +44,7 @@ def _empty(full: Iterable[torch.UntypedStorage], *, copied: bool) -> list[_Away]
     """Free these storages, after a copy of each to host memory if `copied`."""
     away = []
     for storage in full:
-        content = _bytes_of(storage)
+        content = bytes_of(storage)
         host = None
         if copied:
             host = torch.empty(content.numel(), dtype=torch.uint8, pin_memory=content.is_cuda)
@@ -59,12 +59,8 @@ def _fill(away: Iterable[_Away]) -> None:
     """Give emptied storages their bytes again."""
     for emptied in away:
         emptied.storage.resize_(emptied.num_bytes)
-        content = _bytes_of(emptied.storage)
+        content = bytes_of(emptied.storage)
         content.zero_() if emptied.host is None else content.copy_(emptied.host)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)  # type: ignore[call-overload,no-any-return]
 
 
 class HostedStates:
@@ -176,3 +172,9 @@ def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     """Distinct storages that are not empty."""
     found = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return [storage for storage in found.values() if storage.nbytes()]
+
+
+def bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """All bytes of a storage as a tensor [N], uint8, on its device."""
+    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+    return view.set_(storage)  # type: ignore[call-overload, no-any-return]

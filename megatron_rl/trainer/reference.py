@@ -24,7 +24,7 @@ from megatron_rl.model.fp8_compute import drop_copies
 from megatron_rl.model.packed_batch import PackedBatch
 from megatron_rl.quantization.fp8_parameters import buffers
 from megatron_rl.trainer.loaded_batch import LoadedMicroBatch
-from megatron_rl.trainer.offload import storages
+from megatron_rl.trainer.offload import bytes_of, storages
 from megatron_rl.trainer.pipeline import forward_logprobs
 
 BLOCK_BYTES = 64 << 20
@@ -76,7 +76,7 @@ class HostReference:
     def refresh(self) -> None:
         """Copy the policy's present weights."""
         for storage, host in zip(self._live, self._host, strict=True):
-            host.copy_(_bytes(storage))
+            host.copy_(bytes_of(storage))
 
     @property
     def models(self) -> Sequence[PolicyModel]:
@@ -104,7 +104,7 @@ class HostReference:
 
     def _exchange(self) -> None:
         for storage, host in zip(self._live, self._host, strict=True):
-            _exchange(_bytes(storage), host)
+            _exchange(bytes_of(storage), host)
         for chunk in self._chunks:
             drop_copies(chunk)  # FP8 copies of the other weights
         if torch.cuda.is_available():
@@ -154,11 +154,6 @@ def _parameters(chunks: Sequence[torch.nn.Module]) -> Iterator[tuple[str, torch.
 
 def _packed(micro_batches: Sequence[LoadedMicroBatch]) -> list[PackedBatch]:
     return [micro.packed for micro in micro_batches]
-
-
-def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    view = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return view.set_(storage)  # type: ignore[call-overload, no-any-return]
 
 
 def _exchange(device: torch.Tensor, host: torch.Tensor) -> None:
