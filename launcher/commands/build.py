@@ -25,7 +25,7 @@ def train_phase_policy(config: RunConfig, engines: EngineGroup, pool: EnginePool
     """Policy of the engines during the train phase."""
     if config.placement.mode == "disaggregated":
         return KeepSampling(pool)
-    return PauseEngines(engines, timeout_s=config.publish.timeout_s, leaves_work=config.samples_ahead)
+    return PauseEngines(engines, pool, timeout_s=config.publish.timeout_s)
 
 
 def refill_rule(config: RunConfig) -> RefillRule | None:

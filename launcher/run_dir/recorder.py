@@ -1,8 +1,10 @@
 """Records a run: connects the training loop with the run directory, wandb and the console.
 
 A step's metrics go to `metrics.jsonl`, then to the console. The text actor writes the step's samples (the
-controller holds no text) while the next step runs. The recorder waits for them before the next step's samples and
-before a checkpoint, and then logs the step to wandb. Checkpoints: `launcher.run_dir.saves`.
+controller holds no text) while the next step runs. The recorder waits for them before the next step's samples, and
+then logs the step to wandb. Checkpoints: `launcher.run_dir.saves`.
+
+Invariant: a checkpoint is the newest only after the samples of all its steps are on disk.
 """
 
 import math
@@ -87,10 +89,12 @@ class RunRecorder:
         self._evaluated: tuple[int, dict[str, float]] | None = None
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
-        """Move the bar, and finish a save that is written."""
+        """Move the bar, and finish a save that is written with the samples of its steps."""
         self._progress.phase(phase, done, total)
         self._status.progress(done, total)
-        self._saves.finish_if_written(is_step=False)
+        if self._saves.is_under_way and self._samples_are_written():
+            self.flush()
+            self._saves.finish_if_written(is_step=False)
 
     def begin_phase(self, actor: str, activity: str) -> None:
         """A phase begins (`megatron_rl.controller.phases.BeginPhase`)."""
@@ -108,7 +112,9 @@ class RunRecorder:
     def on_step(self, step: int, metrics: dict[str, float], groups: list[ScoredGroup]) -> None:
         """Record a step's metrics, samples, traces and forwards."""
         ended_s = time.time()
-        self._saves.finish_if_written(is_step=True)
+        if self._saves.is_under_way:
+            self.flush()
+            self._saves.finish_if_written(is_step=True)
         forwards = self._record_forwards()
         metrics = {
             **metrics,
@@ -149,6 +155,9 @@ class RunRecorder:
     def engine_speed(self) -> EngineSpeed | None:
         """Cost of forwards, fitted after the last step; None while there are too few forwards."""
         return self._timeline.speed
+
+    def _samples_are_written(self) -> bool:
+        return self._pending is None or bool(ray.wait([self._pending], timeout=0)[0])
 
     def flush(self) -> None:
         """Wait for samples that are being written, and log their step to wandb."""
@@ -226,14 +235,16 @@ class RunRecorder:
         self._directory.record_span(actor, text, now_s, now_s)
 
     def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner, guard: GuardState) -> None:
-        """Begin a checkpoint."""
-        self.flush()
+        """Begin a checkpoint; the samples of its last step may still be being written if it is, too."""
+        if self._saves.is_under_way or not self._saves.in_background:
+            self.flush()
         self._saves.begin(finished_steps, trainer, planner, guard)
 
     def finish_save(self) -> None:
         """Wait until the last checkpoint is written and is the newest."""
         if self._saves.is_under_way:
             self.begin_phase("trainer", "checkpoint")
+            self.flush()
         self._saves.finish()
 
     def forget_save(self) -> None:

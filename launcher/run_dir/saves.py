@@ -67,6 +67,11 @@ class Saves:
         """Whether a save is begun and not finished."""
         return self._save is not None
 
+    @property
+    def in_background(self) -> bool:
+        """Whether a save is written while the run goes on; if not, `begin` finishes it."""
+        return self._config.background
+
     def begin(self, finished_steps: int, trainer: TrainerGroup, planner: Planner, guard: GuardState) -> None:
         """Begin a checkpoint, after the one before is finished.
 

@@ -1,7 +1,7 @@
 """Time sharing of devices between the trainer and the engines.
 
 `PauseEngines` and `KeepSampling` set what engines with unfinished responses do while the trainer works. Responses are
-unfinished at that time only with `planner.overlap` or `planner.head_start`.
+unfinished at that time with `planner.overlap` or `planner.head_start`, and in a save after an evaluation.
 
 `DeviceSharing` frees device memory for the trainer or the engines, whichever works next. A colocated step on GPUs:
 
@@ -28,17 +28,17 @@ from rollout.pool.engine_pool import EnginePool
 class PauseEngines:
     """`placement.mode` = colocated: engines pause and keep their unfinished responses."""
 
-    def __init__(self, engines: EngineGroup, *, timeout_s: float, leaves_work: bool) -> None:
-        """Without `leaves_work` no response is unfinished when the trainer begins, so no engine is paused."""
+    def __init__(self, engines: EngineGroup, pool: EnginePool, *, timeout_s: float) -> None:
+        """Engines of a pool without groups have nothing to pause."""
         self._engines = engines
+        self._pool = pool
         self._timeout_s = timeout_s
-        self._leaves_work = leaves_work
         self._are_paused = False
 
     @contextmanager
     def trainer_works(self) -> Iterator[None]:
         """Pause the engines; they stay paused until `engines_work`."""
-        if self._leaves_work and not self._are_paused:
+        if self._pool.has_groups and not self._are_paused:
             self._engines.pause_sampling(timeout_s=self._timeout_s)
             self._are_paused = True
         yield

@@ -4,6 +4,9 @@ Objects passed to the constructor hold everything that differs between runs. The
 admitted, the phases share devices, the publisher sends weights, the recorder writes results. The loop fixes the order:
 policy version t is published before step t samples, step t trains on its samples, and the result is published as t + 1.
 
+The groups of the next step start beside an evaluation, in seats that it leaves free: both sample with one version, and
+an evaluation ends with its longest answers only.
+
 The controller never holds tokens, only handles (`ScoredGroup.columns`), and never imports torch.
 """
 
@@ -118,6 +121,8 @@ class Controller:
     """Step of the newest checkpoint, which may still be being written."""
     num_trained: int = field(default=0, init=False)
     """Steps that the trainer has finished."""
+    _admitted_step: int = field(default=-1, init=False)
+    """Newest version for which the groups that were due have been admitted."""
     _refilled_at: float | None = field(default=None, init=False)
     """When the step admitted groups in place of others for the first time."""
     _refill_s: float = field(default=0.0, init=False)
@@ -145,7 +150,7 @@ class Controller:
                 self._stop(step)
             self.phases.clock.begin_step()
             self._replace_idle_engine(step)
-            self._admit(self.planner.due(step, self.pool.loads()))
+            self._admit_due(step)
             groups = self._sample(step)
             outdated = self.pool.drop(self.planner.outdated(step))
             if self.history is not None:
@@ -194,6 +199,12 @@ class Controller:
             self._refilled_at = self._refilled_at or time.perf_counter()
             self._admit(due)
 
+    def _admit_due(self, step: int) -> None:
+        """Admit the groups that are due at a version, once."""
+        if step > self._admitted_step:
+            self._admitted_step = step
+            self._admit(self.planner.due(step, self.pool.loads()))
+
     def _admit(self, due: Due) -> None:
         if self.history is not None:
             self.history.place([self.pool.homes(), self.pool.planned(due.groups, due.plan)])
@@ -235,8 +246,9 @@ class Controller:
         """
         if self.history is None:
             return
-        evaluated = self.evaluator.upcoming(finished_steps) if self._evaluates_after(finished_steps) else []
-        upcoming = [self.pool.planned(groups) for groups in evaluated]
+        upcoming = []
+        if self._evaluates_after(finished_steps):
+            upcoming.append(self.pool.planned(self.evaluator.upcoming(finished_steps)))
         if finished_steps < self.settings.num_steps:
             due = self.planner.upcoming(finished_steps, self.pool.loads())
             upcoming.append(self.pool.planned(due.groups, due.plan))
@@ -310,10 +322,19 @@ class Controller:
 
     def _evaluate(self, finished_steps: int) -> None:
         with self.phases.evaluate():
-            rows = self.evaluator.evaluate(self.pool, finished_steps, progress=self._progress("evaluate"))
+            self.evaluator.admit(self.pool, finished_steps)
+            if self._samples_beside_evaluation(finished_steps):
+                self._admit_due(finished_steps)
+            rows = self.evaluator.take(self.pool, finished_steps, progress=self._progress("evaluate"))
         self.recorder.on_evaluation(rows)
         if self.history is not None:
             self.history.discard_drafts()
+
+    def _samples_beside_evaluation(self, finished_steps: int) -> bool:
+        """Whether another step follows with these engines, and its batches may depend on timing."""
+        if self.guard is not None and self.guard.needs_other_engines:
+            return False
+        return finished_steps < self.settings.num_steps and not self.pool.samples_whole_steps
 
     def _progress(self, phase: str) -> "_PhaseProgress":
         stop = self.stop_requested if phase == "rollout" else None

@@ -111,6 +111,11 @@ class EnginePool:
         """Whether the run is deterministic, so that groups of an engine that dies cannot go on."""
         return self._whole_step
 
+    @property
+    def has_groups(self) -> bool:
+        """Whether any group was admitted and has not been taken."""
+        return bool(self._places.groups())
+
     def loads(self) -> list[EngineLoad]:
         """The work of each engine, as planning sees it: without retired engines."""
         loads = self._dispatcher.loads(self._seats.seats_per_engine)

@@ -33,23 +33,31 @@ class Evaluator:
         self._seed = seed
         self._next_id = FIRST_GROUP_ID
 
-    def upcoming(self, finished_steps: int) -> list[list[PromptGroup]]:
-        """The groups of each set that `evaluate` would admit now, in order."""
-        first_id, sets = self._next_id, []
+    def upcoming(self, finished_steps: int) -> list[PromptGroup]:
+        """The groups that `admit` would admit now, in order."""
+        groups: list[PromptGroup] = []
         for name in self._sets:
-            sets.append(self._groups(name, finished_steps, first_id))
-            first_id += len(sets[-1])
-        return sets
+            groups += self._groups(name, finished_steps, self._next_id + len(groups))
+        return groups
 
     def evaluate(
         self, pool: EnginePool, finished_steps: int, *, progress: Progress | None = None
     ) -> list[EvaluationRow]:
         """Sample and score every set; rows in the order of the configuration."""
+        self.admit(pool, finished_steps)
+        return self.take(pool, finished_steps, progress=progress)
+
+    def admit(self, pool: EnginePool, finished_steps: int) -> None:
+        """Admit all sets at once, so that engines wait for the longest answers once and not for those of each set."""
+        groups = self.upcoming(finished_steps)
+        self._next_id += len(groups)
+        if groups:
+            pool.admit(groups)
+
+    def take(self, pool: EnginePool, finished_steps: int, *, progress: Progress | None = None) -> list[EvaluationRow]:
+        """Wait for the sets that `admit` has admitted; rows in the order of the configuration."""
         rows: list[EvaluationRow] = []
         for name in self._sets:
-            groups = self._groups(name, finished_steps, self._next_id)
-            self._next_id += len(groups)
-            pool.admit(groups)
             scored = pool.take(name, finished_steps, progress=progress)
             rows += evaluation_rows(name, scored, format=self._format, step=finished_steps)
         return rows

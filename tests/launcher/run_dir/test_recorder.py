@@ -11,18 +11,22 @@ import pytest
 import ray
 
 from launcher.run_dir import recorder as recorder_module
+from launcher.run_dir import saves as saves_module
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.wandb import Tracker
+from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.config import CheckpointConfig
 from rollout.evaluation import EvaluationRow
 from rollout.failures import DeadlineError, Place
 from rollout.pool import heartbeat
 from rollout.processes import ProcessId
 from rollout.rewards.text_actor import WrittenSamples
+from tests.launcher.run_dir.test_saves import Planner
+from tests.launcher.run_dir.test_saves import Trainer as SavedTrainer
 
 
 class WandbRun:
@@ -56,6 +60,19 @@ class TextActor:
     alive = RemoteMethod("alive")
 
 
+class WrittenTrainer(SavedTrainer):
+    """Ranks that have written when they are asked."""
+
+    def begin_save(self, path: str, *, background: bool) -> None:
+        del background
+        Path(path).mkdir()
+        self.log.append("begin")
+
+    def save_is_written(self, *, wait_s: float) -> bool:
+        del wait_s
+        return True
+
+
 def evaluation(step: int, average: float) -> EvaluationRow:
     return EvaluationRow(
         set_name="held_out",
@@ -71,7 +88,9 @@ def evaluation(step: int, average: float) -> EvaluationRow:
     )
 
 
-def recorder_of(directory: RunDirectory, run: WandbRun, progress: RunProgress) -> RunRecorder:
+def recorder_of(
+    directory: RunDirectory, run: WandbRun, progress: RunProgress, *, background: bool = True
+) -> RunRecorder:
     (directory.path / "wandb").mkdir(exist_ok=True)
     return RunRecorder(
         directory,
@@ -80,7 +99,7 @@ def recorder_of(directory: RunDirectory, run: WandbRun, progress: RunProgress) -
         status=StatusFile(run_dir=directory.path, num_steps=2, step=0),
         text_actor=TextActor(),
         engines=Engines(),
-        saves=Saves(directory, CheckpointConfig(keep_last=1), history=None),
+        saves=Saves(directory, CheckpointConfig(keep_last=1, background=background), history=None),
         baseline_engines=(),
         table_rows=0,
         record_traces=False,
@@ -142,6 +161,52 @@ def test_samples_of_which_some_were_lost_with_a_node_are_counted(
         recorder.finish()
     lost = [data["reward/steps_without_samples"] for _, data in run.logged if "timing_s/step" in data]
     assert lost == [0.0, 0.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_save_begins_before_its_samples_are_written_and_is_the_newest_only_after_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    """Saves that block the run are finished at once, so they wait for the samples first."""
+    process = ProcessId(node_id="n", pid=7, created_s=0.0)
+    log: list[str] = []
+    is_written = False
+
+    def wait(refs: list[str], timeout: float) -> tuple[list[str], list[str]]:
+        if refs == ["samples"] and not is_written and timeout == 0:
+            return [], refs
+        if refs == ["samples"]:
+            log.append("wait for samples")
+        return refs, []
+
+    monkeypatch.setattr(ray, "wait", wait)
+    written = WrittenSamples(rows=[], process=process)
+    monkeypatch.setattr(ray, "get", lambda ref: written if ref == "samples" else process)
+    monkeypatch.setattr(saves_module, "LOOK_EVERY_S", 0.0)
+    with RunDirectory(str(tmp_path / "run")) as directory:
+        recorder = recorder_of(directory, WandbRun(), RunProgress(2), background=background)
+        recorder.on_step(0, {"timing_s/step": 1.0}, [])
+        recorder.save(1, WrittenTrainer(log), Planner(), GuardState())
+        if not background:
+            assert log == ["wait for samples", "begin", "finish"]
+            assert directory.latest_checkpoint() is not None
+            return
+        recorder.on_progress("rollout", 0, 1)
+        assert log == ["begin"] and directory.latest_checkpoint() is None
+        is_written = True
+        recorder.on_progress("rollout", 0, 1)
+        assert log[-1] == "finish" and "wait for samples" in log
+        latest = directory.latest_checkpoint()
+        assert latest is not None and latest[0] == 1
+        is_written = False
+        del log[:]
+        recorder.on_step(1, {"timing_s/step": 1.0}, [])
+        recorder.save(2, WrittenTrainer(log), Planner(), GuardState())
+        recorder.on_step(2, {"timing_s/step": 1.0}, [])  # waits for the samples, then looks whether the save is written
+        assert log == ["begin", "wait for samples", "finish"]
+        recorder.save(3, WrittenTrainer(log), Planner(), GuardState())
+        recorder.finish_save()
+        assert log[3:] == ["begin", "wait for samples", "finish"]
 
 
 class Lines(RunProgress):

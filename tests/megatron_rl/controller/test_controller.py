@@ -4,11 +4,12 @@ from contextlib import contextmanager
 
 import pytest
 
+from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
 from megatron_rl.controller.controller import Controller, LoopSettings
 from megatron_rl.controller.publish_report import PublishReport
-from megatron_rl.controller.stopping import StopRequestedError
+from megatron_rl.controller.stopping import EngineFormatError, StopRequestedError
 from megatron_rl.trainer.messages import StepResult
 from rollout.types import WorkerEvents
 from tests.support.scored_groups import scored_group
@@ -111,8 +112,9 @@ def controller(
         restarter=StandIn(restart_lost=lambda ask_ranks=False: 0, num_restarts=0, num_serving=1, num_lost_nodes=0),
         phases=phases,
         evaluator=StandIn(
-            evaluate=lambda pool, step, progress: log.append(f"evaluate {step}") or [],
-            upcoming=lambda step: ["evaluation"],
+            admit=lambda pool, step: log.append(f"evaluation admitted {step}"),
+            take=lambda pool, step, progress: log.append(f"evaluate {step}") or [],
+            upcoming=lambda step: "evaluation",
         ),
         recorder=StandIn(
             on_progress=lambda *a: None,
@@ -258,15 +260,16 @@ def test_evaluations_come_before_the_first_step_when_due_and_after_the_last(ever
 def test_history_is_requested_before_the_trainer_starts_and_before_the_first_token():
     log = Log()
     controller(log, num_steps=2, evaluate_every=2, history=history(log)).run()
-    words = ("prefetch", "place", "discard drafts", "admit", "record rewards", "train begins", "evaluate ")
+    words = ("prefetch", "place", "discard drafts", "admit", "record rewards", "train begins", "evaluat")
     assert [entry for entry in log if entry.startswith(words)] == [
         "prefetch ['evaluation', 'train'], keep running",
         "evaluate begins",
+        "evaluation admitted 0",
+        "place ['running', 'plan']",
+        "admit",
         "evaluate 0",
         "evaluate ends",
         "discard drafts",
-        "place ['running', 'plan']",
-        "admit",
         "record rewards of 2",
         "prefetch ['train'], keep running",
         "train begins",
@@ -276,10 +279,40 @@ def test_history_is_requested_before_the_trainer_starts_and_before_the_first_tok
         "prefetch ['evaluation'], keep running",
         "train begins",
         "evaluate begins",
+        "evaluation admitted 2",
         "evaluate 2",
         "evaluate ends",
         "discard drafts",
     ]
+
+
+def test_the_next_step_starts_beside_an_evaluation_once_and_not_in_a_run_whose_batches_may_not_depend_on_timing():
+    for whole_step, expected in (
+        (False, ["due 0", "evaluate 0", "train", "due 1", "train", "due 2", "evaluate 2", "train", "evaluate 3"]),
+        (True, ["evaluate 0", "due 0", "train", "due 1", "train", "evaluate 2", "due 2", "train", "evaluate 3"]),
+    ):
+        log = Log()
+        run = controller(log, num_steps=3, evaluate_every=2)
+        run.pool.samples_whole_steps = whole_step
+        run.run()
+        words = ("due", "train", *(f"evaluate {step}" for step in range(4)))
+        assert [entry for entry in log if entry in words or entry.startswith("due")] == expected
+
+
+def test_nothing_starts_beside_an_evaluation_for_engines_that_the_guard_replaces():
+    log = Log()
+    run = controller(log, num_steps=3, evaluate_every=1)
+    run.guard = StandIn(
+        needs_other_engines=True,
+        state=GuardState(),
+        in_force=StandIn(cap=2.0, overlap=None),
+        after_step=lambda step, metrics, published: {},
+    )
+    run.planner.limit_overlap = lambda overlap: None
+    run.first_step, run.saved_step = 1, 1
+    with pytest.raises(EngineFormatError):
+        run.run()
+    assert [entry for entry in log if entry.startswith(("due", "evaluate 2"))] == ["due 1", "evaluate 2"]
 
 
 def test_drafts_of_an_attempt_that_a_lost_trainer_ended_count_for_no_step():

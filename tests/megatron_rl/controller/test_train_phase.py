@@ -18,8 +18,9 @@ class Engines:
 
 
 class Pool:
-    def __init__(self, log):
+    def __init__(self, log, has_groups=True):
         self.log = log
+        self.has_groups = has_groups
 
     @contextmanager
     def run_in_background(self):
@@ -39,7 +40,7 @@ def one_step(phases, log):
 
 def test_alternating_engines_are_paused_from_training_until_the_next_rollout():
     engines = Engines()
-    phases = Phases(PhaseClock(lambda *span: None), policy=PauseEngines(engines, timeout_s=1, leaves_work=True))
+    phases = Phases(PhaseClock(lambda *span: None), policy=PauseEngines(engines, Pool([]), timeout_s=1))
     one_step(phases, engines.calls)
     with phases.checkpoint():
         pass
@@ -50,11 +51,14 @@ def test_alternating_engines_are_paused_from_training_until_the_next_rollout():
 
 def test_engines_without_requests_are_not_paused():
     engines = Engines()
-    one_step(
-        Phases(PhaseClock(lambda *span: None), policy=PauseEngines(engines, timeout_s=1, leaves_work=False)),
-        engines.calls,
-    )
+    pool = Pool([], has_groups=False)
+    phases = Phases(PhaseClock(lambda *span: None), policy=PauseEngines(engines, pool, timeout_s=1))
+    one_step(phases, engines.calls)
     assert engines.calls == ["rollout", "train", "publish"]
+    pool.has_groups = True  # groups of the next step, which an evaluation has let begin
+    with phases.checkpoint():
+        engines.calls.append("save")
+    assert engines.calls[3:] == ["pause_sampling", "save"]
 
 
 def test_engines_on_other_devices_keep_sampling_during_training():

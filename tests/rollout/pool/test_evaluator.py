@@ -3,8 +3,10 @@
 from launcher.commands.evaluate import evaluation_of
 from launcher.config.schema import RunConfig
 from rollout.config import EvalSetConfig
-from rollout.pool.evaluator import Evaluator
+from rollout.pool.evaluator import FIRST_GROUP_ID, Evaluator
+from rollout.types import PromptGroup, ScoredGroup
 from tests.rollout.planning.test_planner import prompt
+from tests.support.scored_groups import scored_group
 
 SETS = {"held": EvalSetConfig(path="held.jsonl", samples_per_prompt=2, temperature=1.0)}
 
@@ -13,10 +15,37 @@ def test_evaluations_stop_where_training_stops() -> None:
     """Else a model whose turns end with such a token is sampled to the limit."""
     prompts = {"held": (prompt(0), prompt(1))}
     evaluator = Evaluator(SETS, prompts, format="bf16", seed=1, stop_token_ids=[7])
-    ((first, second),) = evaluator.upcoming(0)
+    first, second = evaluator.upcoming(0)
     assert first.sampling.stop_token_ids == second.sampling.stop_token_ids == (7,)
     assert len({*first.seeds, *second.seeds}) == 4
-    assert evaluator.upcoming(5)[0][0].seeds == first.seeds, "the same at every step"
+    assert evaluator.upcoming(5)[0].seeds == first.seeds, "the same at every step"
+
+
+def test_all_sets_are_admitted_at_once_and_their_groups_have_numbers_of_their_own() -> None:
+    """Engines that sample one set after another wait for the longest answer of each."""
+    log: list[object] = []
+
+    class Pool:
+        def admit(self, groups: list[PromptGroup]) -> None:
+            log.append([(group.purpose, group.step, int(group.group_id) - FIRST_GROUP_ID) for group in groups])
+
+        def take(self, purpose: str, step: int, *, progress: object) -> list[ScoredGroup]:
+            del progress
+            log.append((purpose, step))
+            return [scored_group(0)]
+
+    sets = dict.fromkeys(("one", "two"), SETS["held"])
+    prompts = {name: (prompt(0), prompt(1)) for name in sets}
+    evaluator = Evaluator(sets, prompts, format="bf16", seed=1, stop_token_ids=[])
+    upcoming = evaluator.upcoming(3)
+    evaluator.admit(Pool(), 3)  # type: ignore[arg-type]
+    rows = evaluator.take(Pool(), 3)  # type: ignore[arg-type]
+    evaluator.admit(Pool(), 4)  # type: ignore[arg-type]
+    first, *taken, second = log
+    assert first == [("one", 3, 0), ("one", 3, 1), ("two", 3, 2), ("two", 3, 3)]
+    assert [int(group.group_id) - FIRST_GROUP_ID for group in upcoming] == [0, 1, 2, 3]
+    assert taken == [("one", 3), ("two", 3)] and [row.set_name for row in rows] == ["one", "two"]
+    assert second == [("one", 4, 4), ("one", 4, 5), ("two", 4, 6), ("two", 4, 7)]
 
 
 def test_an_evaluation_of_a_runs_models_stops_where_training_stops() -> None:
