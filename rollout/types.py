@@ -74,6 +74,10 @@ class SamplingSpec:
     """In addition to the tokenizer's end-of-sequence ids, which always end a response."""
 
 
+TRAIN = "train"
+"""`PromptGroup.purpose` of groups that are trained on."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PromptGroup:
     """One prompt and the seeds of its G responses; one engine samples the whole group."""
@@ -85,8 +89,8 @@ class PromptGroup:
     sampling: SamplingSpec
     seeds: tuple[int, ...]
     """[G], one per response; see `rollout.seeds`."""
-    purpose: str = "train"
-    """`train`, or the name of an evaluation set."""
+    purpose: str = TRAIN
+    """`TRAIN`, or the name of an evaluation set."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,7 @@ class Host:
         forwards["seconds"] = 0.01 + 1e-5 * forwards["num_running"]
         return forwards
 
-    async def draft_stats(self, engine: int) -> DraftStats:
+    async def draft_stats(self, engine: int, keeps_requests: bool) -> DraftStats:
         """Draft counters."""
         return DraftStats()
 

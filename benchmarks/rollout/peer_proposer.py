@@ -34,7 +34,7 @@ class PeerDrafter:
         self.traces: Mapping[int, Trace] = {}
         """One trace of each prompt, by the prompt's key."""
 
-    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
+    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int, is_counted: bool) -> int:
         """Begin a request and return the peer's slot for it."""
         return 0 if self.peer is None else self.peer.open(self.traces[prompt_key], max_length)
 
@@ -54,7 +54,7 @@ class PeerDrafter:
             drafts[row] = list(draft)
         return drafts
 
-    def drain(self) -> DraftStats:
+    def drain(self, *, keeps_requests: bool) -> DraftStats:
         """Empty statistics, since peers have none."""
         return DraftStats()
 

@@ -18,7 +18,7 @@ class ScriptedDrafter:
         """Lengths of the next drafts, repeated over the rows."""
         self._random = np.random.default_rng(0)
 
-    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
+    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int, is_counted: bool) -> int:
         """Begin a request; all requests get slot 0."""
         return 0
 
@@ -34,7 +34,7 @@ class ScriptedDrafter:
             for row, (slot, room) in enumerate(zip(slots.tolist(), rooms.tolist(), strict=True))
         ]
 
-    def drain(self) -> DraftStats:
+    def drain(self, *, keeps_requests: bool) -> DraftStats:
         """Empty statistics."""
         return DraftStats()
 

@@ -106,7 +106,9 @@ class Drafter:
         self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
         self._propose_s = 0.0
 
-    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0) -> int:
+    def open(
+        self, *, prompt_key: int, prompt_length: int, max_length: int, step: int = 0, is_counted: bool = True
+    ) -> int:
         """Add a request and return its draft row.
 
         Args:
@@ -114,6 +116,7 @@ class Drafter:
             prompt_length: tokens of the prompt.
             max_length: tokens of the prompt and of the longest response.
             step: current step, from which the age of a past response is computed.
+            is_counted: whether `DraftStats.num_requests` counts it.
         """
         if prompt_key not in self._groups:
             most = min(max_length, self._max_model_len) - prompt_length
@@ -132,8 +135,8 @@ class Drafter:
         row[LIVE_END], row[LIVE_STOP] = group.add_region()
         group.write(self._state.groups[index])
         self._state.lengths[draft_row] = 0
-        self._num_requests += 1
-        self._num_hits += group.segment is not None
+        self._num_requests += is_counted
+        self._num_hits += is_counted and group.segment is not None
         return draft_row
 
     def close(self, draft_row: int) -> None:
@@ -186,8 +189,8 @@ class Drafter:
             self._back_off(num_drafted > 0, spent / seconds[0])
         return drafts
 
-    def drain(self) -> DraftStats:
-        """Return the counters since the last call, and reset them."""
+    def drain(self, *, keeps_requests: bool = False) -> DraftStats:
+        """Return the counters since the last call, and reset them; with `keeps_requests` not those of requests."""
         sums = self._state.sums
         stats = DraftStats(
             num_forwards=self._num_forwards,
@@ -208,8 +211,9 @@ class Drafter:
         )
         sums[:] = 0
         self._state.recent_survival[:2] = 0
-        self._num_forwards, self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0, 0
-        self._propose_s = 0.0
+        self._num_forwards, self._propose_s = 0, 0.0
+        if not keeps_requests:
+            self._num_requests, self._num_hits, self._num_damaged = 0, 0, 0
         return stats
 
     def _draft(

@@ -13,6 +13,7 @@ from launcher.config.schema import RunConfig
 from megatron_rl.algorithm_settings import KeepAll, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from megatron_rl.config import OptimizerConfig
 from rollout.config import EvalSetConfig
+from rollout.types import TRAIN
 
 
 def run_combinations(config: RunConfig) -> list[str]:
@@ -235,7 +236,7 @@ def _set_names(config: RunConfig) -> list[str]:
                 f"`evaluation.sets.{name}` has the name of a training file: the two would share prompt ids and "
                 "history; rename the set, or set `data.train.N.name`"
             )
-        elif name == "train":
+        elif name == TRAIN:
             problems.append("`evaluation.sets.train` would be taken for training; give the set another name")
     return problems
 

@@ -144,7 +144,7 @@ class Controller:
         if self.first_step == 0:
             self._evaluate(0)
         elif self.history is not None:
-            self.history.discard_drafts()  # those of an attempt that a lost trainer ended
+            self.history.discard_drafts(keeps_requests=False)  # those of an attempt that a lost trainer ended
         for step in range(self.first_step, self.settings.num_steps):
             if self.stop_requested():
                 self._stop(step)
@@ -328,7 +328,7 @@ class Controller:
             rows = self.evaluator.take(self.pool, finished_steps, progress=self._progress("evaluate"))
         self.recorder.on_evaluation(rows)
         if self.history is not None:
-            self.history.discard_drafts()
+            self.history.discard_drafts(keeps_requests=True)
 
     def _samples_beside_evaluation(self, finished_steps: int) -> bool:
         """Whether another step follows with these engines, and its batches may depend on timing."""

@@ -171,9 +171,9 @@ class EngineActor:
         """See `Engine.drain_trace`."""
         return await self._engine.drain_trace()
 
-    async def draft_stats(self) -> DraftStats:
+    async def draft_stats(self, keeps_requests: bool = False) -> DraftStats:
         """See `Engine.draft_stats`."""
-        return await self._engine.draft_stats()
+        return await self._engine.draft_stats(keeps_requests)
 
     async def connect_history(self, shards: Sequence[ray.actor.ActorHandle]) -> None:
         """Send finished responses to these shards from now on; see `HistorySender`."""

@@ -39,6 +39,7 @@ from rollout.planning.migration import InFlight
 from rollout.stop_ids import end_of_sequence_ids
 from rollout.tracing.forwards import Forwards, decode_forwards
 from rollout.types import (
+    TRAIN,
     FinishReason,
     GroupColumns,
     GroupId,
@@ -211,6 +212,7 @@ class Engine:
                 group.prompt.prompt_id,
                 group.step,
                 emitted=len(earlier.response_ids),
+                is_counted=group.purpose == TRAIN,
             ),
         )
         response = Response(
@@ -354,9 +356,12 @@ class Engine:
         assert isinstance(first, bytes)
         return decode_forwards(first)
 
-    async def draft_stats(self) -> DraftStats:
-        """Draft counters since the last call; zeros in a baseline engine."""
-        (first, *_) = await self._handle.ranks("draft_stats")
+    async def draft_stats(self, keeps_requests: bool = False) -> DraftStats:
+        """Draft counters since the last call; zeros in a baseline engine.
+
+        With `keeps_requests` the next call returns the numbers of requests again, with those since.
+        """
+        (first, *_) = await self._handle.ranks("draft_stats", keeps_requests)
         assert isinstance(first, bytes)
         stats: DraftStats = pickle.loads(first)
         return stats

@@ -32,7 +32,7 @@ from rollout.types import (
     WeightSpan,
     WeightVersion,
 )
-from rollout.worker.proposer import PROMPT_KEY, STEP
+from rollout.worker.proposer import COUNTED, PROMPT_KEY, STEP
 from rollout.worker.vllm_compat import RESAMPLED
 
 
@@ -114,10 +114,12 @@ def sampling_params(
     step: int,
     *,
     emitted: int = 0,
+    is_counted: bool = True,
 ) -> SamplingParams:
     """Sampling parameters of one response for vLLM.
 
-    `stop_ids` are the model's end-of-sequence ids; the response already has `emitted` tokens.
+    `stop_ids` are the model's end-of-sequence ids; the response already has `emitted` tokens. Draft
+    statistics count the request if it `is_counted`.
     """
     return SamplingParams(
         temperature=sampling.temperature,
@@ -130,7 +132,7 @@ def sampling_params(
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={PROMPT_KEY: prompt_key(prompt_id), STEP: step},
+        extra_args={PROMPT_KEY: prompt_key(prompt_id), STEP: step, COUNTED: is_counted},
     )
 
 

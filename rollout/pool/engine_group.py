@@ -287,9 +287,9 @@ class EngineGroup:
         """Engines send finished responses to these shards from now on."""
         self.wait(self._begin("connect_history", NoneType, shards), timeout_s=timeout_s)
 
-    def reset_draft_stats(self) -> None:
-        """Let each engine count drafts from 0; does not wait."""
-        self._begin("draft_stats", DraftStats)
+    def reset_draft_stats(self, *, keeps_requests: bool) -> None:
+        """Let each engine count drafts from 0, and requests too unless it `keeps_requests`; does not wait."""
+        self._begin("draft_stats", DraftStats, keeps_requests)
 
     def history_figures(self, *, timeout_s: float) -> dict[int, tuple[DraftStats, int]]:
         """See `EngineActor.history_figures`; without engines that have died."""

@@ -42,12 +42,12 @@ from rollout.pool.background_thread import repeated_in_background
 from rollout.pool.callbacks import Batches, OnStart, Progress, ignore_start, tell
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_watch import EngineWatch
-from rollout.pool.group_places import TRAIN, Generating, GroupPlaces, Sampled
+from rollout.pool.group_places import Generating, GroupPlaces, Sampled
 from rollout.pool.migration_survey import MigrationSurvey
 from rollout.pool.scorer_pool import ScorerPool
 from rollout.pool.seat_assignment import assign_seats
 from rollout.pool.seat_counts import SeatCounts
-from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup, WorkerEvents
+from rollout.types import TRAIN, ColumnsRef, GroupId, GroupSummary, PromptGroup, ScoredGroup, WorkerEvents
 
 _log = logging.getLogger(__name__)
 

@@ -20,9 +20,6 @@ from rollout.types import ColumnsRef, GroupId, GroupSummary, PromptGroup, Scored
 Call = Hashable
 """Reference of a remote call, a `ray.ObjectRef` in a run; used as a key only."""
 
-TRAIN = "train"
-"""`PromptGroup.purpose` of groups that are trained on."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampled:

@@ -98,9 +98,13 @@ class HistoryClient:
         node = self._engines.node_of(engine)
         return (node,) if node else self._service.nodes
 
-    def discard_drafts(self) -> None:
-        """Reset the draft counters, so that drafts of an evaluation do not count for a step."""
-        self._engines.reset_draft_stats()
+    def discard_drafts(self, *, keeps_requests: bool) -> None:
+        """Reset the draft counters, so that drafts of an evaluation, or of an ended attempt, do not count for a step.
+
+        With `keeps_requests` the next step counts the training requests that have started; an evaluation's never count.
+        Drafts of training requests in an evaluation are discarded with the evaluation's: a forward holds both.
+        """
+        self._engines.reset_draft_stats(keeps_requests=keeps_requests)
 
     def record_rewards(self, groups: Sequence[ScoredGroup]) -> None:
         """Send the rewards of a batch's groups; the engines have already sent the tokens.

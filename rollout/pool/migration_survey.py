@@ -12,7 +12,8 @@ import ray
 from rollout.planning.dispatcher import Dispatcher
 from rollout.planning.migration import GroupMigration, InFlight
 from rollout.pool.engine_group import EngineGroup
-from rollout.pool.group_places import TRAIN, GroupPlaces
+from rollout.pool.group_places import GroupPlaces
+from rollout.types import TRAIN
 
 
 class MigrationSurvey:

@@ -30,6 +30,8 @@ PROMPT_KEY = "prompt_key"
 """Key of the prompt's key in `SamplingParams.extra_args` (`history.types`); without it a request gets no drafts."""
 STEP = "step"
 """Key of the step in `SamplingParams.extra_args`."""
+COUNTED = "counted"
+"""Key of whether draft statistics count the request, in `SamplingParams.extra_args`."""
 
 _THREADS_BESIDE_GPUS = 4
 """Threads that draft on a GPU engine, whose process would only wait; on a CPU the cores multiply matrices."""
@@ -47,7 +49,7 @@ class ModelRunner(Protocol):
 class RowDrafter(Protocol):
     """The interface of a drafter: `history.drafting.drafter.Drafter`, or a benchmark's replacement."""
 
-    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int) -> int:
+    def open(self, *, prompt_key: int, prompt_length: int, max_length: int, step: int, is_counted: bool) -> int:
         """Register a new request; returns its slot."""
 
     def close(self, slot: int) -> None:
@@ -62,8 +64,8 @@ class RowDrafter(Protocol):
     ) -> list[list[int]]:
         """Drafts of a batch, one per row."""
 
-    def drain(self) -> DraftStats:
-        """Statistics since the last call."""
+    def drain(self, *, keeps_requests: bool) -> DraftStats:
+        """Statistics since the last call; with `keeps_requests` those of requests are reported again."""
 
 
 class _Request(NamedTuple):
@@ -162,9 +164,9 @@ class HistoryProposer:
             if request is not None and self._drafter is not None:
                 self._drafter.close(request.slot)
 
-    def drain(self) -> DraftStats:
-        """Drafting statistics since the last call."""
-        return DraftStats() if self._drafter is None else self._drafter.drain()
+    def drain(self, *, keeps_requests: bool = False) -> DraftStats:
+        """Drafting statistics since the last call; with `keeps_requests` those of requests are reported again."""
+        return DraftStats() if self._drafter is None else self._drafter.drain(keeps_requests=keeps_requests)
 
     def _rows(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
         """Slot and limit of each row, [R]; rows change when requests start and end."""
@@ -189,6 +191,7 @@ class HistoryProposer:
                 prompt_length=state.num_prompt_tokens,
                 max_length=limit,
                 step=extra.get(STEP, 0),
+                is_counted=extra.get(COUNTED, True),
             )
             self._requests[request_id] = _Request(slot=slot, limit=limit)
         return self._requests[request_id]

@@ -148,10 +148,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
             proposer.bind(self.model_runner, forward_ended=self._close_record)
         return done
 
-    def draft_stats(self) -> bytes:
-        """Return the drafting statistics since the last call, a pickled `DraftStats`."""
+    def draft_stats(self, keeps_requests: bool = False) -> bytes:
+        """Return the drafting statistics since the last call (`HistoryProposer.drain`), a pickled `DraftStats`."""
         proposer = self._proposer()
-        return pickle.dumps(DraftStats() if proposer is None else proposer.drain())
+        return pickle.dumps(DraftStats() if proposer is None else proposer.drain(keeps_requests=keeps_requests))
 
     def _proposer(self) -> HistoryProposer | None:
         """The proposer; None in a baseline engine, which does not draft."""

@@ -409,3 +409,18 @@ def test_draining_statistics_restarts_the_count_for_trust(tmp_path: Path) -> Non
     assert before[0] > 0
     drafter.drain()
     assert (drafter._state.recent_survival[:2] == 0).all() and (drafter._state.recent_survival[2:] == before[2:]).all()
+
+
+def test_requests_that_do_not_count_draft_and_counted_ones_can_be_kept_for_the_next_report(tmp_path: Path) -> None:
+    """An evaluation's drafts are discarded while training requests of the next step have begun."""
+    text = list(range(100, 190))
+    publish(tmp_path, [text])
+    drafter = Drafter(max_draft_tokens=K, segments_dir=str(tmp_path), threshold=0.0)
+    engine = Engine(drafter, [text])
+    drafter.open(prompt_key=1, prompt_length=len(PROMPT), max_length=400, is_counted=False)
+    engine.run()
+    first = drafter.drain(keeps_requests=True)
+    assert (first.num_requests, first.num_hits) == (1, 1) and first.num_accepted > 0
+    again = drafter.drain()
+    assert (again.num_requests, again.num_hits, again.num_rows, again.num_accepted) == (1, 1, 0, 0)
+    assert drafter.drain().num_requests == 0

@@ -97,7 +97,7 @@ class Loop:
         run.history = StandIn(
             prefetch=lambda running, upcoming: None,
             place=lambda homes: self.placed.update(self._prompts(homes)),
-            discard_drafts=lambda: None,
+            discard_drafts=lambda *, keeps_requests: None,
             record_rewards=lambda groups: None,
             metrics=dict,
         )

@@ -41,7 +41,7 @@ class Recorder:
     def close(self, slot: int) -> None:
         self.closed.append(slot)
 
-    def drain(self) -> DraftStats:
+    def drain(self, *, keeps_requests: bool) -> DraftStats:
         return DraftStats()
 
     def propose(self, slots, token_ids, num_tokens, rooms):
@@ -129,7 +129,8 @@ def test_a_draft_ends_at_the_response_limit(batch, num_tokens, room):
 def test_a_draft_ends_at_the_engines_maximum_length(batch):
     batch.knows("a", prompt=10, limit=500)
     assert batch.propose(a=98)["a"] == [0]
-    assert batch.drafter.opened[0] == {"prompt_key": prompt_key("a"), "prompt_length": 10, "max_length": 100, "step": 7}
+    request = {"prompt_key": prompt_key("a"), "prompt_length": 10, "max_length": 100, "step": 7, "is_counted": True}
+    assert batch.drafter.opened[0] == request
 
 
 def test_drafts_leave_every_row_at_least_one_token_of_the_forward(batch):
