@@ -80,7 +80,8 @@ class OptimizerConfig(Config):
     """Use Megatron's distributed optimizer, which shards its states over data-parallel ranks."""
     states_on_host: bool = False
     """Keep FP32 weights and moments in pinned host memory. They come to the GPU for each optimizer step and leave after
-    it, so forward and backward passes have their memory. The numbers stay the same."""
+    it, so forward and backward passes have their memory. The numbers stay the same. Needs `distributed`, also without
+    replicas: only then a checkpoint is read without a second copy of the states."""
 
 
 class CriticOptimizerConfig(OptimizerConfig):

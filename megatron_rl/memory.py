@@ -120,7 +120,20 @@ def trainer_rank(
     step_tokens: int = 0,
     further: FurtherSpecs = NO_FURTHER,
 ) -> Sequence[MemoryItem]:
-    """Memory of the trainer rank that needs most while it trains.
+    """Memory of the trainer rank that has most in all; arguments are those of `trainer_stages`."""
+    stages = trainer_stages(spec, trainer, longest_sample=longest_sample, step_tokens=step_tokens, further=further)
+    return max(stages, key=lambda items: sum(item.num_bytes for item in items))
+
+
+def trainer_stages(
+    spec: ModelSpec,
+    trainer: TrainerConfig,
+    *,
+    longest_sample: int,
+    step_tokens: int = 0,
+    further: FurtherSpecs = NO_FURTHER,
+) -> Sequence[Sequence[MemoryItem]]:
+    """Memory of a trainer rank of each pipeline stage. Stages may need most in different phases.
 
     Args:
         spec: the policy's architecture.
@@ -136,8 +149,7 @@ def trainer_rank(
     ]
     of_step = (PACKED_TOKEN_BYTES + PREPARED_TOKEN_BYTES) * step_tokens // trainer.parallel.data
     step = MemoryItem(what="samples of a step", num_bytes=of_step, knob="sampling.max_response_tokens")
-    largest = max(stages, key=lambda items: sum(item.num_bytes for item in items))
-    return [*largest, step] if of_step else largest
+    return [[*items, step] if of_step else items for items in stages]
 
 
 def _stage_rank(spec: ModelSpec, trainer: TrainerConfig, pipeline_rank: int, tokens: int) -> Sequence[MemoryItem]:

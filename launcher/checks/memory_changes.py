@@ -66,6 +66,10 @@ def changes_of(config: RunConfig, node: NodeResources) -> Iterator[ChangedConfig
     turns = _updated(_updated(config, "trainer.offload", "all"), "engine.sleep_level", 2)
     if turns != config:
         yield ChangedConfig(key="engine.sleep_level", value="2 with trainer.offload = all", config=turns)
+    for optimizer in ("trainer.optimizer", "trainer.critic.optimizer"):
+        if not _value(config, f"{optimizer}.distributed") and not _value(config, f"{optimizer}.states_on_host"):
+            hosted = _updated(_updated(config, f"{optimizer}.distributed", True), f"{optimizer}.states_on_host", True)
+            yield ChangedConfig(key=f"{optimizer}.states_on_host", value="true with distributed = true", config=hosted)
     yield _change(config, "engine.tensor_parallel", 2 * config.engine.tensor_parallel)
     yield from _partitions(config)
 

@@ -75,10 +75,14 @@ def response_lengths(sets: Mapping[str, EvalSetConfig], key: str) -> dict[str, i
 def hosted_state_problems(trainer: TrainerConfig, node: NodeResources) -> list[str]:
     """Problems of optimizer states that are to stay in host memory."""
     hosted = (("optimizer", trainer.optimizer), ("critic.optimizer", trainer.critic.optimizer))
+    if not node.gpu_bytes:
+        reason = "a trainer on a CPU has all its memory there; set it to false"
+        return [f"`trainer.{key}.states_on_host` = true: {reason}" for key, each in hosted if each.states_on_host]
     return [
-        f"`trainer.{key}.states_on_host` = true: a trainer on a CPU has all its memory there; set it to false"
-        for key, optimizer in hosted
-        if optimizer.states_on_host and not node.gpu_bytes
+        f"`trainer.{key}.states_on_host` = true with `trainer.{key}.distributed` = false: a resumed run would read the "
+        "states of gated layers into a second copy on the GPU; set both to true, also without replicas"
+        for key, each in hosted
+        if each.states_on_host and not each.distributed
     ]
 
 

@@ -60,12 +60,12 @@ _FREED_BY_SLEEP = ("onload", "train", "update", "save", "offload")
 
 def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_bytes: int) -> MemoryTable:
     """The table of `count` devices that hold `load`."""
-    trainer = run.trainer_rank
+    stages = run.trainer_stages if load.num_trainers else ()
     engine = engine_rank(run.spec, run.config.engine, draft_tokens=run.draft_tokens)
     phases = {}
     for phase in columns(run):
         items = [
-            *(trainer_items(trainer, run.config.trainer, phase) if load.num_trainers else ()),
+            *_largest([trainer_items(stage, run.config.trainer, phase) for stage in stages]),
             *(engine_items(engine, run.config.engine, phase, load.num_engine_ranks) if load.num_engine_ranks else ()),
             *device_baselines(run, load),
             *(device_publish_items(run, load) if phase == "publish" else ()),
@@ -83,7 +83,7 @@ def columns(run: PlannedRun) -> Sequence[str]:
 
 
 def trainer_items(items: Sequence[MemoryItem], trainer: TrainerConfig, phase: str) -> list[MemoryItem]:
-    """Items of a trainer rank on its device in one phase; `items` are those of `trainer_rank`.
+    """Items of a trainer rank on its device in one phase; `items` are those of a stage (`trainer_stages`).
 
     torch keeps the blocks of a backward pass until the trainer is offloaded, so another process cannot use them. Other
     models are there when the optimizer is (`megatron_rl.trainer.offload`). States that stay in host memory are there in
@@ -101,6 +101,11 @@ def trainer_items(items: Sequence[MemoryItem], trainer: TrainerConfig, phase: st
     if trainer.offload != "none" and phase not in ("train", UPDATE, "save", "offload"):
         passing = []
     return [replace(item, what=f"trainer {item.what}") for item in (*state, *passing)]
+
+
+def _largest(stages: Sequence[Sequence[MemoryItem]]) -> Sequence[MemoryItem]:
+    """Items of the stage that needs most in a phase; none without a trainer."""
+    return max(stages, key=lambda items: sum(item.num_bytes for item in items), default=())
 
 
 def _hosted(items: Sequence[MemoryItem], trainer: TrainerConfig) -> Sequence[str]:

@@ -146,7 +146,8 @@ def _pinned(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     items = []
     if load.num_trainers and (storages := _offloaded(run)):
         pinned = load.num_trainers * sum(map(_power_of_two, storages))
-        items.append(MemoryItem(what="pinned offload", num_bytes=pinned, knob="trainer.offload"))
+        knob = "trainer.optimizer.states_on_host" if run.config.trainer.offload == "none" else "trainer.offload"
+        items.append(MemoryItem(what="pinned offload", num_bytes=pinned, knob=knob))
     if engine.sleep_level == 1 and load.num_engine_ranks:
         sleeping = load.num_engine_ranks * run.publish_bytes // engine.tensor_parallel
         items.append(

@@ -40,9 +40,11 @@ class _Away:
     """Copy of its bytes; None if zeros replace them."""
 
 
-def _empty(full: Iterable[torch.UntypedStorage], *, copied: bool) -> list[_Away]:
-    """Free these storages, after a copy of each to host memory if `copied`."""
-    away = []
+def _empty(full: Iterable[torch.UntypedStorage], away: list[_Away], *, copied: bool) -> None:
+    """Free these storages, after a copy of each to host memory if `copied`; `away` gets them one by one.
+
+    If host memory ends, `away` has all that are freed, so that `_fill` restores them.
+    """
     for storage in full:
         content = bytes_of(storage)
         host = None
@@ -52,7 +54,6 @@ def _empty(full: Iterable[torch.UntypedStorage], *, copied: bool) -> list[_Away]
         away.append(_Away(storage, storage.nbytes(), host))
         del content
         storage.resize_(0)
-    return away
 
 
 def _fill(away: Iterable[_Away]) -> None:
@@ -73,9 +74,16 @@ class HostedStates:
         self._away: list[_Away] = []
 
     def to_host(self) -> None:
-        """Free the states on the device. Weights must be there; states that are away already stay away."""
+        """Free the states on the device. Weights must be there; states that are away already stay away.
+
+        torch gives the memory back to the device, where engines may need it.
+        """
         states = _without(_optimizer_tensors(self._optimizer), _weights(self._chunks))
-        self._away += _empty(storages(states), copied=True)
+        full = storages(states)
+        are_on_gpu = any(storage.device.type == "cuda" for storage in full)
+        _empty(full, self._away, copied=True)
+        if are_on_gpu:
+            torch.cuda.empty_cache()
 
     def to_device(self) -> None:
         """Bring all states back."""
@@ -121,7 +129,8 @@ class Offloader:
     def _offload(self, part: Part) -> int:
         holders = {"weights": self._chunks, "optimizer": self._others}.get(part, ())
         dropped = sum(drop_copies(holder) for holder in holders)
-        self._away[part] = _empty(storages(self._tensors(part)), copied=part != "gradients")
+        away = self._away[part] = []
+        _empty(storages(self._tensors(part)), away, copied=part != "gradients")
         return dropped + sum(emptied.num_bytes for emptied in self._away[part])
 
     def onload(self) -> None:

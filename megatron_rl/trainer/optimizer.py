@@ -14,6 +14,7 @@ update then brings them to the device, where it computes what it would compute o
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -95,21 +96,35 @@ def build_optimizer(
 
 @contextmanager
 def loadable(optimizer: MegatronOptimizer) -> Iterator[None]:
-    """Context in which Megatron 0.16 can load a checkpoint into a distributed optimizer with torch's Adam.
+    """Context in which Megatron 0.16 can load a checkpoint, without a second copy of the moments.
 
-    Without Transformer Engine, Megatron uses torch's Adam, which counts updates in each parameter's state. Megatron
-    expects moments to exist before it loads them, so they are created. It gives all parameters the same count tensor,
-    which each parameter would advance, so every parameter gets a copy.
+    Without Transformer Engine, Megatron uses torch's Adam, which counts updates in each parameter's state. A
+    distributed optimizer expects moments to exist before it loads them, so they are created. It gives all parameters
+    the same count tensor, which each parameter would advance, so every parameter gets a copy.
+
+    Transformer Engine's Adam copies each moment that it loads, beside those that were read, because moments may be
+    scaled (`FusedAdam.load_state_dict`). Those of this project are FP32, which torch's own method keeps as they are.
     """
     counting = [
         part for part in _parts(optimizer) if isinstance(part, DistributedOptimizer) and _counts_by_parameter(part)
     ]
     for part in counting:
         _create_moments(part)
-    yield
+    copying = [part.optimizer for part in _parts(optimizer) if _copies_moments(part.optimizer)]
+    for adam in copying:
+        adam.load_state_dict = partial(torch.optim.Optimizer.load_state_dict, adam)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for adam in copying:
+            del adam.load_state_dict
     for part in counting:
         for state in part.optimizer.state.values():
             state["step"] = state["step"].clone()
+
+
+def _copies_moments(adam: torch.optim.Optimizer) -> bool:
+    return type(adam).load_state_dict is not torch.optim.Optimizer.load_state_dict
 
 
 def create_moments(optimizer: MegatronOptimizer) -> None:

@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from launcher.checks.check import check_eval, check_run, check_sft
+from launcher.checks.model import hosted_state_problems
 from launcher.cluster.node import NodeResources
 from launcher.config.loading import load
 from launcher.config.schema import EvalConfig, RunConfig, SftConfig
 from launcher.errors import ConfigError, LaunchError, judging_user_input
+from megatron_rl.config import OptimizerConfig, TrainerConfig
 from tests.launcher.estimate.runs import tightest
 
 Write = Callable[[str], Path]
@@ -250,6 +252,15 @@ def test_offloading_and_sleep_are_refused_on_a_cpu(write_config: Write, node: No
     assert "`trainer.offload` = all: a trainer on a CPU cannot be offloaded" in text
     assert "`trainer.optimizer.states_on_host` = true: a trainer on a CPU has all its memory there" in text
     assert "`engine.sleep_level` = 2 with `publish.delta` = true" in text
+
+
+def test_states_in_host_memory_need_the_layout_that_is_read_in_place() -> None:
+    hosted = OptimizerConfig(states_on_host=True)
+    both = OptimizerConfig(states_on_host=True, distributed=True)
+    gpu = NodeResources(cpu_cores=4, available_bytes=1 << 34, gpu_bytes=(80 << 30,))
+    (problem,) = hosted_state_problems(TrainerConfig(optimizer=hosted), gpu)
+    assert "`trainer.optimizer.states_on_host` = true with `trainer.optimizer.distributed` = false" in problem
+    assert not hosted_state_problems(TrainerConfig(optimizer=both), gpu)
 
 
 def test_experts_are_not_distributed_over_tensor_ranks_on_a_cpu(

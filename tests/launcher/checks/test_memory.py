@@ -1,6 +1,7 @@
 """Memory of a run by device, node and phase, and the changes that a refusal names."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from megatron_rl.memory import (
     kv_bytes_per_token,
     num_parameters,
     trainer_rank,
+    trainer_stages,
     weight_bytes,
 )
 from megatron_rl.model.spec import ModelSpec, read_model_spec
@@ -183,7 +185,7 @@ def test_only_offloading_returns_the_blocks_of_a_backward_pass(tmp_path: Path) -
 def test_states_in_host_memory_are_on_the_device_in_updates_and_saves_only(tmp_path: Path) -> None:
     beside = device_phases(tmp_path)
     assert "update" not in beside
-    on_host = {"optimizer": {"states_on_host": True}}
+    on_host = {"optimizer": HOSTED}
     hosted = device_phases(tmp_path, trainer=on_host)
     for phase, items in hosted.items():
         on_device = phase in ("update", "save")
@@ -195,7 +197,7 @@ def test_states_in_host_memory_are_on_the_device_in_updates_and_saves_only(tmp_p
     assert [*turns][2:6] == ["onload", "train", "update", "save"]
     assert [phase for phase, items in turns.items() if "trainer optimizer" in items] == ["update", "save"]
     assert not any(what.startswith("engine") for what in turns["update"])
-    spec, critic = spec_of(tmp_path), {"optimizer": {"states_on_host": True}}
+    spec, critic = spec_of(tmp_path), {"optimizer": HOSTED}
     config = RunConfig.model_validate({**BASE, "trainer": {"critic": critic}})
     of_critic = PlannedRun(
         config=config, spec=spec, placement=plan(config, [GPU]), further=FurtherSpecs(critic=spec, reference=None)
@@ -203,6 +205,20 @@ def test_states_in_host_memory_are_on_the_device_in_updates_and_saves_only(tmp_p
     both = phases(run_memory(of_critic, [GPU]).tables[0])
     assert [phase for phase, items in both.items() if "trainer critic optimizer" in items] == ["update", "save"]
     assert all("trainer optimizer" in items for items in both.values())
+
+
+def test_every_phase_shows_the_stage_that_needs_most_in_it(tmp_path: Path) -> None:
+    """The first stage keeps the activations of two micro batches; the last one has the larger optimizer."""
+    spec = replace(spec_of(tmp_path), tied=False, num_layers=4)
+    trainer = TrainerConfig.model_validate({"parallel": {"pipeline": 2}, "optimizer": HOSTED, "recompute": "none"})
+    first, last = (
+        {item.what: item.num_bytes for item in each} for each in trainer_stages(spec, trainer, longest_sample=10)
+    )
+    assert first["activations"] > last["activations"] and first["optimizer"] < last["optimizer"]
+    two = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
+    found = phases(plan_of(spec, two, trainer=trainer.model_dump(exclude_unset=True)).tables[0])
+    assert found["train"]["trainer activations"] == first["activations"]
+    assert found["update"]["trainer optimizer"] == last["optimizer"]
 
 
 def test_a_save_in_the_background_copies_every_byte_of_a_checkpoint_once(tmp_path: Path) -> None:
@@ -253,13 +269,17 @@ def test_pinned_copies_are_rounded_to_powers_of_two(tmp_path: Path) -> None:
     state = 14 * num_parameters(spec)
     assert state <= host["train"]["pinned offload"] < 2 * state
     assert host["train"]["pinned offload"] == host["rollout"]["pinned offload"]
-    alone = phases(plan_of(spec, GPU, trainer={"optimizer": {"states_on_host": True}}).tables[1])
+    alone = phases(plan_of(spec, GPU, trainer={"optimizer": HOSTED}).tables[1])
     states = 12 * num_parameters(spec)
     assert states <= alone["rollout"]["pinned offload"] < 2 * states
-    both = phases(plan_of(spec, GPU, trainer={"offload": "all", "optimizer": {"states_on_host": True}}).tables[1])
-    assert both["train"]["pinned offload"] == host["train"]["pinned offload"]
+    offloaded = [
+        phases(plan_of(spec, GPU, trainer={"offload": "all", "optimizer": optimizer}).tables[1])["train"]
+        for optimizer in (HOSTED, {"distributed": True})
+    ]
+    assert offloaded[0]["pinned offload"] == offloaded[1]["pinned offload"]
 
 
+HOSTED = {"states_on_host": True, "distributed": True}
 BIG = {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "vocab_size": 150_016}
 
 

@@ -11,6 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from launcher.run_dir.checkpoints import Checkpoints
 from megatron_rl.checkpoints.boxes import boxes
 from megatron_rl.checkpoints.files import check_files
 from megatron_rl.config import ParallelConfig
+from megatron_rl.trainer.optimizer import loadable
 from tests.megatron_rl.trainer.test_trainer import (
     ALGORITHMS,
     DP2,
@@ -52,6 +54,28 @@ def test_boxes_hold_a_range_of_elements_in_order(shape, data):
     parts = [whole[tuple(slice(a, a + n) for a, n in zip(box.start, box.shape, strict=True))] for box in found]
     assert [element for part in parts for element in part.ravel()] == list(range(begin, end))
     assert len(found) <= 2 * len(shape) - 1
+
+
+class CopyingAdam(torch.optim.Adam):
+    """Loads as Transformer Engine's Adam does."""
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state.update({name: value.clone() for name, value in state.items()})
+
+
+def test_moments_are_loaded_without_a_copy():
+    weight = torch.nn.Parameter(torch.ones(3))
+    adam = CopyingAdam([weight])
+    moments = {"step": torch.tensor(2.0), "exp_avg": torch.full((3,), 0.5), "exp_avg_sq": torch.full((3,), 0.25)}
+    saved = {"state": {0: moments}, "param_groups": adam.state_dict()["param_groups"]}
+    adam.load_state_dict(saved)
+    assert adam.state[weight]["exp_avg"] is not moments["exp_avg"]
+    with loadable(SimpleNamespace(optimizer=adam)):
+        adam.load_state_dict(saved)
+    assert all(adam.state[weight][name] is moments[name] for name in ("exp_avg", "exp_avg_sq"))
+    assert "load_state_dict" not in vars(adam)
 
 
 PARTITIONS = [
