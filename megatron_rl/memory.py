@@ -121,8 +121,14 @@ def trainer_rank(
     further: FurtherSpecs = NO_FURTHER,
 ) -> Sequence[MemoryItem]:
     """Memory of the trainer rank that has most in all; arguments are those of `trainer_stages`."""
-    stages = trainer_stages(spec, trainer, longest_sample=longest_sample, step_tokens=step_tokens, further=further)
-    return max(stages, key=lambda items: sum(item.num_bytes for item in items))
+    return largest(
+        trainer_stages(spec, trainer, longest_sample=longest_sample, step_tokens=step_tokens, further=further)
+    )
+
+
+def largest(stages: Sequence[Sequence[MemoryItem]]) -> Sequence[MemoryItem]:
+    """The items with most bytes in all; none of no stages."""
+    return max(stages, key=lambda items: sum(item.num_bytes for item in items), default=())
 
 
 def trainer_stages(

@@ -26,7 +26,7 @@ from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.publish_memory import device_baselines, device_publish_items
 from launcher.estimate.tables import MemoryTable
 from megatron_rl.config import TrainerConfig
-from megatron_rl.memory import FURTHER_STATE, MemoryItem, engine_rank
+from megatron_rl.memory import FURTHER_STATE, MemoryItem, engine_rank, largest
 from rollout.config import EngineConfig
 
 CONTEXT_BYTES = 600 << 20
@@ -65,7 +65,7 @@ def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_byt
     phases = {}
     for phase in columns(run):
         items = [
-            *_largest([trainer_items(stage, run.config.trainer, phase) for stage in stages]),
+            *largest([trainer_items(stage, run.config.trainer, phase) for stage in stages]),
             *(engine_items(engine, run.config.engine, phase, load.num_engine_ranks) if load.num_engine_ranks else ()),
             *device_baselines(run, load),
             *(device_publish_items(run, load) if phase == "publish" else ()),
@@ -101,11 +101,6 @@ def trainer_items(items: Sequence[MemoryItem], trainer: TrainerConfig, phase: st
     if trainer.offload != "none" and phase not in ("train", UPDATE, "save", "offload"):
         passing = []
     return [replace(item, what=f"trainer {item.what}") for item in (*state, *passing)]
-
-
-def _largest(stages: Sequence[Sequence[MemoryItem]]) -> Sequence[MemoryItem]:
-    """Items of the stage that needs most in a phase; none without a trainer."""
-    return max(stages, key=lambda items: sum(item.num_bytes for item in items), default=())
 
 
 def _hosted(items: Sequence[MemoryItem], trainer: TrainerConfig) -> Sequence[str]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from launcher.cluster.placement import Placement
 from launcher.config.schema import RunConfig
-from megatron_rl.memory import NO_FURTHER, FurtherSpecs, MemoryItem, trainer_rank, trainer_stages, weight_bytes
+from megatron_rl.memory import NO_FURTHER, FurtherSpecs, MemoryItem, largest, trainer_stages, weight_bytes
 from megatron_rl.model.spec import ModelSpec
 from rollout.weights.format import WeightFormat
 
@@ -43,13 +43,7 @@ class PlannedRun:
     @property
     def trainer_rank(self) -> Sequence[MemoryItem]:
         """Memory of the trainer rank that has most in all."""
-        return trainer_rank(
-            self.spec,
-            self.config.trainer,
-            longest_sample=self.longest_sample,
-            step_tokens=self.step_tokens,
-            further=self.further,
-        )
+        return largest(self.trainer_stages)
 
     @property
     def trainer_stages(self) -> Sequence[Sequence[MemoryItem]]:
