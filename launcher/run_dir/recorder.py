@@ -235,7 +235,7 @@ class RunRecorder:
         self._directory.record_span(actor, text, now_s, now_s)
 
     def save(self, finished_steps: int, trainer: TrainerGroup, planner: Planner, guard: GuardState) -> None:
-        """Begin a checkpoint; the samples of its last step may still be being written if it is, too."""
+        """Begin a checkpoint. With `checkpoint.background` the samples of its last step may be unfinished."""
         if self._saves.is_under_way or not self._saves.in_background:
             self.flush()
         self._saves.begin(finished_steps, trainer, planner, guard)

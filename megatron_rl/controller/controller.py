@@ -141,10 +141,10 @@ class Controller:
         """
         self._make_ready(self.first_step)
         self._publish(self.first_step)
+        if self.history is not None:
+            self.history.discard_drafts(keeps_requests=False)  # those of an attempt that a lost trainer ended
         if self.first_step == 0:
             self._evaluate(0)
-        elif self.history is not None:
-            self.history.discard_drafts(keeps_requests=False)  # those of an attempt that a lost trainer ended
         for step in range(self.first_step, self.settings.num_steps):
             if self.stop_requested():
                 self._stop(step)
@@ -300,7 +300,7 @@ class Controller:
         last = finished_steps == self.settings.num_steps
         if self._evaluates_after(finished_steps):
             self._evaluate(finished_steps)
-        if last or _is_due(finished_steps, self.settings.checkpoint_every):
+        if self._saves_after(finished_steps):
             self._save(finished_steps)
             if self.phases.needs_publish and not last:
                 self._publish(finished_steps)
@@ -315,6 +315,10 @@ class Controller:
             guard = GuardState() if self.guard is None else self.guard.state
             self.recorder.save(finished_steps, self.trainer, self.planner, guard)
         self.saved_step = finished_steps
+
+    def _saves_after(self, finished_steps: int) -> bool:
+        is_last = finished_steps == self.settings.num_steps
+        return finished_steps > 0 and (is_last or _is_due(finished_steps, self.settings.checkpoint_every))
 
     def _evaluates_after(self, finished_steps: int) -> bool:
         ends = (0, self.settings.num_steps)
@@ -331,8 +335,13 @@ class Controller:
             self.history.discard_drafts(keeps_requests=True)
 
     def _samples_beside_evaluation(self, finished_steps: int) -> bool:
-        """Whether another step follows with these engines, and its batches may depend on timing."""
+        """Whether another step follows with these engines, and its batches may depend on timing.
+
+        Engines that sleep in a save would lose what they have computed for unfinished responses.
+        """
         if self.guard is not None and self.guard.needs_other_engines:
+            return False
+        if self.phases.engines_sleep and self._saves_after(finished_steps):
             return False
         return finished_steps < self.settings.num_steps and not self.pool.samples_whole_steps
 

@@ -21,6 +21,8 @@ BeginPhase = Callable[[str, str], None]
 class Sharing(Protocol):
     """Frees memory on shared devices for the next phase (`megatron_rl.controller.colocation.DeviceSharing`)."""
 
+    sleep: bool
+    """Whether engines give up weights, keys and values while the trainer works."""
     asleep: bool
     """Whether engines hold no weights. A publish must come before they serve."""
 
@@ -130,6 +132,11 @@ class Phases:
     def needs_publish(self) -> bool:
         """Whether engines have lost their weights since the last publish."""
         return self._sharing is not None and self._sharing.asleep
+
+    @property
+    def engines_sleep(self) -> bool:
+        """Whether engines give up weights, keys and values while the trainer works or saves."""
+        return self._sharing is not None and self._sharing.sleep
 
     def _make_room(self) -> None:
         if self._sharing is not None:

@@ -78,6 +78,7 @@ def controller(
     report = publish_report()
     phases = StandIn(
         needs_publish=needs_publish,
+        engines_sleep=False,
         clock=StandIn(begin_step=lambda: None, seconds=lambda: {"rollout": 1.0, "step": 2.0}),
         **{name: log.phase(name) for name in ("rollout", "train", "publish", "evaluate", "checkpoint")},
     )
@@ -263,6 +264,7 @@ def test_history_is_requested_before_the_trainer_starts_and_before_the_first_tok
     words = ("prefetch", "place", "discard drafts", "admit", "record rewards", "train begins", "evaluat")
     assert [entry for entry in log if entry.startswith(words)] == [
         "prefetch ['evaluation', 'train'], keep running",
+        "discard drafts",
         "evaluate begins",
         "evaluation admitted 0",
         "place ['running', 'plan']",
@@ -313,6 +315,15 @@ def test_nothing_starts_beside_an_evaluation_for_engines_that_the_guard_replaces
     with pytest.raises(EngineFormatError):
         run.run()
     assert [entry for entry in log if entry.startswith(("due", "evaluate 2"))] == ["due 1", "evaluate 2"]
+
+
+def test_nothing_starts_before_a_save_in_which_engines_sleep():
+    log = Log()
+    run = controller(log, num_steps=3, evaluate_every=1, checkpoint_every=2)
+    run.phases.engines_sleep = True
+    run.run()
+    found = [entry for entry in log if entry.startswith(("due", "evaluate ")) and entry[-1].isdigit()]
+    assert found == ["due 0", "evaluate 0", "due 1", "evaluate 1", "evaluate 2", "due 2", "evaluate 3"]
 
 
 def test_drafts_of_an_attempt_that_a_lost_trainer_ended_count_for_no_step():
