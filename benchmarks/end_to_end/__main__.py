@@ -2,24 +2,23 @@
 
 `python -m benchmarks.end_to_end --json OUT [--peers DIR] [--seeds N ..] [--only ARM ..] [--resume] [--quick]`.
 
-The regime is that of real RL, scaled to two cores: a model of half a million parameters with a context of 2,304
+The sizes imitate RL on long answers, scaled to two cores: a model of half a million parameters with a context of 2,304
 tokens, answers with a mean near 250 tokens and a tail to 2,000 (`benchmarks.end_to_end.chains`), 48 prompts, 4 x 8
 responses a step, five epochs. Decoding is bound by the fixed cost of a forward, as on GPUs. The benchmark ends with an
-error unless the base spends 70 to 90 % of its steps in rollout.
+error unless the base spends 70 to 90 % of its steps in rollout, on the mean over its seeds.
 
-Arms (`benchmarks.end_to_end.arms`) run from one warm start with the same prompts, held-out problems, batch and learning
-rate. All arms run with three seeds, those that goals compare with six. Their order is reversed with every seed, so slow
-drifts of the machine affect all alike. Trainer and engine have a core each; peers have both cores, in environments made
-by `python -m benchmarks.end_to_end.peers --setup DIR`. An arm whose INT8 kernel is not exact on this CPU, and a peer
-without an environment, is left out and listed as not measured. All arms of a seed run on one kind of machine:
-`--resume` measures a seed anew that another kind has begun.
+Arms (`benchmarks.end_to_end.arms`) run from one warm start with the same prompts, batch and learning rate. They save
+their weights every ten steps, and one stock vLLM scores the weights of all of them afterwards, with the same random
+numbers. All arms run with four seeds, those that goals compare with six. Their order is reversed with odd seeds, so
+slow drifts of the machine affect all alike. Before the first run every stack is launched once, untimed, so that no arm
+pays for reading files or compiling. Trainer and engine have a core each; peers have both cores, in environments made by
+`python -m benchmarks.end_to_end.peers --setup DIR`. An arm whose INT8 kernel is not exact on this CPU, and a peer
+without an environment, is left out and listed as not measured. All arms of a seed run in one boot of one machine with
+one commit: `--resume` measures any other unfinished seed anew.
 
-Arms of this project draw the same random numbers for a response, so differences between these arms are the arms'. A
-peer draws others, and with 256 held-out answers its accuracies have a standard error of three points.
-
-Rows: one per run, one per evaluation, and one per pair of arms with differences over the seeds. `--quick` runs the base
-and the fastest arm for two steps on short answers; its figures mean nothing. Beside OUT, `OUT.accuracy.svg` shows
-accuracy over seconds.
+Rows: one per run, one per accuracy, one per pair of arms with differences over the seeds, and one per run that was
+begun and does not count. `--quick` runs the base and the fastest arm for two steps on short answers; its figures mean
+nothing. Beside OUT, `OUT.accuracy.svg` shows accuracy over seconds.
 """
 
 import functools
@@ -29,12 +28,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.end_to_end import inputs, picture
-from benchmarks.end_to_end.arms import ARMS, COMPARED, QUICK_ARMS
+from benchmarks.end_to_end.arms import ARMS, COMPARED, OURS, PLAIN_LOOP, QUICK_ARMS, TRL
 from benchmarks.end_to_end.judged import check_regime, completed, differences, goals
 from benchmarks.end_to_end.peers.setup import python_of
-from benchmarks.end_to_end.resumed import kept, machine_name
-from benchmarks.end_to_end.run_arm import FULL, QUICK, Place, run
-from benchmarks.harness.record import arguments, rows_before, write
+from benchmarks.end_to_end.resumed import boot, discarded, kept, machine_name
+from benchmarks.end_to_end.run_arm import FULL, QUICK, UNTIMED, Place, launch, run
+from benchmarks.harness.record import Goal, Row, arguments, measured_code, rows_before, write
 
 NOT_MEASURED = ("any GPU", "a model of more than half a million parameters", "several engines, or nodes")
 _INT8_CHECK = "rollout.worker.exact_int8"
@@ -63,27 +62,35 @@ def main(argv: Sequence[str] | None = None) -> int:
     subprocess.run([sys.executable, "-m", "history.drafting.compile"], check=True)
     place = Place(warm=warm, work=options.work, peers=options.peers)
     before = [row for row in rows_before(options.json, resume=options.resume) if row["what"] != "difference"]
-    here = machine_name()
-    rows, ended = kept(before, arms_of, here)
-    for number, seed in enumerate(seeds):
-        for arm in arms_of(seed)[:: -1 if number % 2 else 1]:
-            done = any((row["what"], row["arm"], row["seed"]) == ("run", arm, seed) for row in rows)
-            if done or seed in ended:
-                continue
-            whole, *points = run(arm, ARMS[arm], seed, place, size)
-            rows += [{**completed(whole, points), "machine": here}, *points]
-            write(options.json, rows=rows, not_measured=[*NOT_MEASURED, *left_out.values()])
-            rows = list(rows_before(options.json, resume=True))  # with the commit of this run
-            print(f"seed {seed}, {arm}: {whole['step_s']} s a step, {whole['seconds']} s in all", flush=True)
-            if not options.quick:
-                check_regime(rows)
+    here: Row = {"machine": machine_name(), "boot": boot()}
+    rows, ended = kept(before, arms_of, {**here, "commit": measured_code().commit})
+    done = {(row["seed"], row["arm"]) for row in rows if row["what"] == "run"}
+    missing = [
+        (seed, arm)
+        for seed in seeds
+        for arm in arms_of(seed)[:: -1 if seed % 2 else 1]
+        if seed not in ended and (seed, arm) not in done
+    ]
+    for arm in (OURS, PLAIN_LOOP, TRL):
+        if not options.quick and any(ARMS[arm].peer == ARMS[other].peer for _, other in missing):
+            launch(f"untimed {arm}", ARMS[arm], inputs.DEVELOPMENT_SEED, place, UNTIMED)
+
+    def save(rows: Sequence[Row], *judged: Row, goals: Sequence[Goal] = ()) -> list[Row]:
+        write(options.json, rows=[*rows, *judged], goals=goals, not_measured=[*NOT_MEASURED, *left_out.values()])
+        return rows_before(options.json, resume=True)  # with the commit of this process
+
+    for seed, arm in missing:
+        # a row that a run replaces when it ends: one that is stopped or fails stays in the record
+        rows = save([*rows, discarded({"seed": seed, "arm": arm, **here}, "it failed or was stopped")])
+        whole, *points = run(arm, ARMS[arm], seed, place, size)
+        rows = save([*rows[:-1], {**completed(whole, points), **here}, *points])
+        print(f"seed {seed}, {arm}: {whole['step_s']} s a step, {whole['seconds']} s in all", flush=True)
+        if not options.quick:
+            check_regime(rows, fewest=len(inputs.SEEDS))
+    if not options.quick:
+        check_regime(rows)
     judged = [] if options.quick else [*differences(rows)]
-    write(
-        options.json,
-        rows=[*rows, *judged],
-        goals=[*goals(judged)],
-        not_measured=[*NOT_MEASURED, *left_out.values()],
-    )
+    save(rows, *judged, goals=[] if options.quick else [*goals(judged)])
     options.json.with_suffix(".accuracy.svg").write_text(picture.accuracy(rows), encoding="utf-8")
     return 0
 

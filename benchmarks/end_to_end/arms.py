@@ -1,6 +1,7 @@
 """The arms of the benchmark: stacks of this project by their configuration keys, and the peers.
 
-Arm 0 is the base. Every arm of this project runs with a trainer and an engine on a core each. Two controls change what
+Arm 0 is the base. Arms of this project run with a trainer and an engine on a core each; `SHARED` is the base with both
+cores for the engine and then for the trainer, as a user without overlap would place them. Two controls change what
 the engines' drafter knows (`benchmarks.end_to_end.changed_engine`): the history of another prompt, or none. A control
 drafts without the ring, which on data this small would hold every earlier response to the same prompt.
 """
@@ -35,11 +36,12 @@ DRAFTS = {"history.drafts": "true"}
 OVERLAP = {"planner.policy": "adaptive", "planner.overlap": "1", "planner.max_staleness": "1"}
 INT8 = {"engine.format": "int8"}
 
-BASE, OURS = "bf16, synchronous", "both"
-TRL, PLAIN_LOOP = "TRL", "plain loop"
+BASE, SHARED, OURS = "bf16, synchronous", "bf16, synchronous, both cores", "both"
+TRL, PLAIN_LOOP = "TRL without vLLM", "plain loop"
 OTHER_HISTORY, NO_HISTORY = "both, other history", "both, no history"
 ARMS: Mapping[str, Arm] = {
     BASE: Arm(),
+    SHARED: Arm(keys={"placement.mode": "colocated", "engine.cpu_cores": "2", "trainer.cpu_threads": "2"}),
     "vLLM's sampler": Arm(change="vllm_sampler"),
     "drafts": Arm(keys=DRAFTS),
     "overlap": Arm(keys=OVERLAP),
@@ -52,7 +54,7 @@ ARMS: Mapping[str, Arm] = {
     PLAIN_LOOP: Arm(peer="plain_loop"),
 }
 QUICK_ARMS = (BASE, OURS)
-COMPARED = (BASE, OURS, TRL, PLAIN_LOOP)
+COMPARED = (BASE, SHARED, OURS, TRL, PLAIN_LOOP)
 """Arms that goals compare, which run with more seeds."""
 
 ACCURACY = 0.75

@@ -3,11 +3,11 @@
 import statistics
 from collections.abc import Sequence
 
-from benchmarks.end_to_end.arms import ARMS, BASE, OURS, PLAIN_LOOP, TRL
+from benchmarks.end_to_end.arms import ARMS, BASE, OURS, PLAIN_LOOP, SHARED, TRL
 from benchmarks.harness.plots import Series, lines
 from benchmarks.harness.record import Row
 
-SHOWN = (OURS, BASE, "drafts", "overlap", PLAIN_LOOP, TRL, "int8, both")
+SHOWN = (OURS, BASE, SHARED, "drafts", "overlap", PLAIN_LOOP, TRL)
 """Arms of the picture; it has a colour for each."""
 
 

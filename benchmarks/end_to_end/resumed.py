@@ -1,11 +1,14 @@
-"""What a resumed record keeps: the arms of a seed are compared with each other, so all of them ran on one machine."""
+"""What a resumed record keeps. Arms of a seed are compared with each other: one machine, one boot, one commit."""
 
 import os
 from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
 
 from benchmarks.end_to_end.arms import ARMS
 from benchmarks.harness.record import Row
 from launcher.cluster.node import cpu_model
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 def machine_name() -> str:
@@ -14,24 +17,40 @@ def machine_name() -> str:
     return f"{model} ({' '.join(flags) or 'no flags'}), {os.cpu_count()} CPUs"
 
 
-def kept(rows: Sequence[Row], arms_of: Callable[[int], Collection[str]], here: str) -> tuple[list[Row], set[int]]:
-    """Rows that stay, and seeds that get no further runs on the machine `here`.
+def boot() -> str:
+    """Identifier of this boot of the machine, shortened."""
+    return _BOOT.read_text(encoding="utf-8")[:8] if _BOOT.exists() else "unknown"
 
-    A seed of another machine stays if it has every arm of `arms_of(seed)` but those in INT8, which some machines cannot
-    run exactly. It gets no further runs. Any other seed of another machine is measured anew.
+
+def kept(rows: Sequence[Row], arms_of: Callable[[int], Collection[str]], here: Row) -> tuple[list[Row], set[int]]:
+    """Rows that stay, and seeds that get no further runs; `here` has the machine, the boot and the commit.
+
+    A seed that ran elsewhere, or with another commit, stays if it has every arm of `arms_of(seed)` but those in INT8,
+    which some machines cannot run exactly. It gets no further runs. Any other such seed is measured anew as a whole;
+    its runs stay in the record as discarded.
     """
     left, ended = list(rows), set()
     for seed in sorted({int(row["seed"]) for row in rows}):
         runs = [row for row in rows if (row["what"], row["seed"]) == ("run", seed)]
-        if all(row["machine"] == here for row in runs):
+        if not runs or all(_place(row) == _place(here) for row in runs):
             continue
         done = {row["arm"] for row in runs}
         missing = [arm for arm in arms_of(seed) if arm not in done]
-        elsewhere = " and ".join(sorted({str(row["machine"]) for row in runs}))
         if all(ARMS[arm].keys.get("engine.format") == "int8" for arm in missing):
             ended.add(seed)
-            print(f"seed {seed} ran on {elsewhere}; it gets no runs on {here}", flush=True)
+            print(f"seed {seed} is whole and gets no further runs", flush=True)
         else:
-            left = [row for row in left if row["seed"] != seed]
-            print(f"seed {seed} began on {elsewhere}; it is measured anew on {here}", flush=True)
+            left = [row for row in left if row["seed"] != seed or row["what"] == "discarded"]
+            left += [discarded(row, "the seed was measured anew as a whole") for row in runs]
+            print(f"seed {seed} began elsewhere or with another commit; it is measured anew", flush=True)
     return left, ended
+
+
+def discarded(run: Row, why: str) -> Row:
+    """A run that counts for nothing, with its seconds if it ended."""
+    names = ("seed", "arm", "seconds", "step_s", "machine", "boot", "commit", "dirty")
+    return {"what": "discarded", **{name: run[name] for name in names if name in run}, "why": why}
+
+
+def _place(row: Row) -> tuple[object, ...]:
+    return row["machine"], row["boot"], row["commit"]

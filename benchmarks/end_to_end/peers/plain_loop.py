@@ -48,9 +48,10 @@ class Loop:
             self.model.parameters(), lr=settings.learning_rate, betas=(0.9, 0.95), weight_decay=0.0
         )
 
-    def sample(self, rows: list[task.Prompt], count: int, limit: int) -> list[list[task.Response]]:
+    def sample(self, rows: list[task.Prompt], count: int) -> list[list[task.Response]]:
         """`count` responses to each prompt."""
         prompts = [{"prompt_token_ids": task.prompt_ids(self.tokenizer, row)} for row in rows]
+        limit = self.settings.most_tokens
         params = SamplingParams(n=count, temperature=1.0, max_tokens=limit, logprobs=0, detokenize=False)
         groups = []
         for row, output in zip(rows, self.llm.generate(prompts, params, use_tqdm=False), strict=True):
@@ -109,34 +110,26 @@ class Loop:
 
 
 def main() -> None:
-    """Train, and write `metrics.jsonl` and `evaluation.jsonl`."""
+    """Train, write `metrics.jsonl`, and save weights."""
     settings = task.Settings.read(sys.argv[1])
     torch.set_num_threads(settings.threads)
     torch.manual_seed(settings.seed)
-    train, held_out = task.prompts(settings.train), task.prompts(settings.held_out)[: settings.num_held_out]
+    train = task.prompts(settings.train)
     loop = Loop(settings)
     order = random.Random(settings.seed)
     epoch: list[task.Prompt] = []
-
-    def evaluate(finished: int) -> None:
-        began = time.time()
-        groups = loop.sample(held_out, 1, settings.most_held_out_tokens)
-        task.write_evaluation(settings, finished, [sample.reward for group in groups for sample in group], began)
-
-    evaluate(0)
     for step in range(settings.num_steps):
         began = time.time()
         if not epoch:
             epoch = order.sample(train, len(train))
         rows, epoch = epoch[: settings.prompts_per_step], epoch[settings.prompts_per_step :]
-        groups = loop.sample(rows, settings.group_size, settings.most_tokens)
+        groups = loop.sample(rows, settings.group_size)
         sampled = time.time()
         loop.train(groups, step)
         trained = time.time()
         loop.reload()
         task.write_step(settings, step, groups, (began, sampled, trained, time.time()))
-        if (step + 1) % settings.evaluate_every == 0:
-            evaluate(step + 1)
+        task.save_if_due(settings, step + 1, loop.model)
 
 
 if __name__ == "__main__":

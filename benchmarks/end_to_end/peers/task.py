@@ -21,18 +21,16 @@ class Settings:
 
     model: str
     train: str
-    held_out: str
     out: str
-    """Folder of `metrics.jsonl` and `evaluation.jsonl`."""
+    """Folder of `metrics.jsonl` and of `weights`, which has a Hugging Face directory for each saved step."""
     seed: int
     num_steps: int
     prompts_per_step: int
     group_size: int
-    num_held_out: int
     most_tokens: int
-    """Of a training response."""
-    most_held_out_tokens: int
-    evaluate_every: int
+    """Of a response."""
+    save_every: int
+    """Weights are saved after so many steps."""
     learning_rate: float
     warmup_steps: int
     context: int
@@ -130,19 +128,28 @@ def micro_batches(
         yield batch
 
 
-def write_evaluation(settings: Settings, finished_steps: int, rewards: Sequence[float], began_s: float) -> None:
-    """Append a row to `evaluation.jsonl`."""
-    row = {"step": finished_steps, "average": fmean(rewards), "start_s": began_s, "end_s": time.time()}
-    _append(Path(settings.out) / "evaluation.jsonl", row)
+class Model(Protocol):
+    """The used part of a Hugging Face model."""
+
+    def save_pretrained(self, save_directory: str) -> object:
+        """Write weights and configuration."""
+        ...
+
+
+def save_if_due(settings: Settings, finished_steps: int, model: Model) -> None:
+    """Save the weights after every `save_every` steps."""
+    if finished_steps % settings.save_every == 0:
+        model.save_pretrained(str(Path(settings.out) / "weights" / str(finished_steps)))
 
 
 def write_step(
     settings: Settings, step: int, groups: Sequence[Sequence[Response]], times: tuple[float, float, float, float]
 ) -> None:
-    """Append a row to `metrics.jsonl`; `times` are those of begin, sampled, trained, weights reloaded."""
+    """Append a row to `metrics.jsonl`; `times` are wall clocks of begin, sampled, trained, weights reloaded."""
     samples = [sample for group in groups for sample in group]
     row = {
         "step": step,
+        "time_s": times[3],
         "reward": fmean(sample.reward for sample in samples),
         "tokens": fmean(len(sample.ids) for sample in samples),
         "step_s": times[3] - times[0],
@@ -154,8 +161,8 @@ def write_step(
 
 
 def write_seconds(settings: Settings, step: int, seconds: float) -> None:
-    """Append a row to `metrics.jsonl` for a step whose parts are not known."""
-    _append(Path(settings.out) / "metrics.jsonl", {"step": step, "step_s": seconds})
+    """Append a row to `metrics.jsonl` for a step that ends now and whose parts are not known."""
+    _append(Path(settings.out) / "metrics.jsonl", {"step": step, "time_s": time.time(), "step_s": seconds})
 
 
 def _append(path: Path, row: dict[str, float]) -> None:

@@ -7,12 +7,14 @@ which fails there, because kernels for CPUs have packed the weights and freed th
 
 * BF16 autocast is off, since FP32 is as fast for a model of this size; sampling uses the whole step as one batch.
 * Token-level loss without a reference model, one optimizer step a batch, so no second pass for old log-probabilities.
-* Evaluation samples all held-out prompts as one batch.
+* Sampling is `generate`. Continuous batching runs on a CPU, too, and took longer on a development seed.
+* The first update has a learning rate above zero, as in the other stacks (`Trainer`).
 """
 
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from datasets import Dataset
@@ -20,7 +22,6 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedModel,
-    PreTrainedTokenizerFast,
     TrainerCallback,
     TrainerControl,
     TrainerState,
@@ -37,57 +38,44 @@ def reward(completions: list[list[dict[str, str]]], answer: list[str], **_: obje
 
 
 class Watch(TrainerCallback):
-    """Evaluates, and writes the result files."""
+    """Writes the result file, and saves weights."""
 
-    def __init__(self, settings: task.Settings, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, settings: task.Settings) -> None:
         self.settings = settings
-        self.tokenizer = tokenizer
-        self.held_out = task.prompts(settings.held_out)[: settings.num_held_out]
         self.began = time.time()
 
-    def on_train_begin(
-        self, args: Arguments, state: TrainerState, control: TrainerControl, *, model: PreTrainedModel, **_: object
-    ) -> None:
-        """Evaluate the first weights."""
-        self.evaluate(0, model)
+    def on_train_begin(self, args: Arguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
+        """Note when the first step begins."""
         self.began = time.time()
 
     def on_step_end(
         self, args: Arguments, state: TrainerState, control: TrainerControl, *, model: PreTrainedModel, **_: object
     ) -> None:
-        """Note the seconds of the step; evaluate when it is due."""
+        """Note the seconds of the step; save weights when it is due."""
         task.write_seconds(self.settings, state.global_step - 1, time.time() - self.began)
-        if state.global_step % self.settings.evaluate_every == 0:
-            self.evaluate(state.global_step, model)
+        task.save_if_due(self.settings, state.global_step, model)
         self.began = time.time()
 
-    @torch.no_grad()
-    def evaluate(self, finished: int, model: PreTrainedModel) -> None:
-        """Sample one response to each held-out prompt."""
-        began = time.time()
-        ids = [task.prompt_ids(self.tokenizer, prompt) for prompt in self.held_out]
-        longest = max(map(len, ids))
-        pad = self.tokenizer.pad_token_id
-        inputs = torch.tensor([[pad] * (longest - len(each)) + each for each in ids])
-        mask = torch.tensor([[0] * (longest - len(each)) + [1] * len(each) for each in ids])
-        model.eval()
-        outputs = model.generate(
-            input_ids=inputs,
-            attention_mask=mask,
-            do_sample=True,
-            temperature=1.0,
-            top_k=0,
-            top_p=1.0,
-            max_new_tokens=self.settings.most_held_out_tokens,
+
+class Trainer(GRPOTrainer):  # type: ignore[misc]
+    """TRL's trainer with the warm-up of the other stacks: update n has (n + 1) / `warmup_steps` of the learning rate.
+
+    The schedules of Transformers begin with a rate of 0, so the first step would train nothing.
+    """
+
+    def create_scheduler(
+        self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
+    ) -> torch.optim.lr_scheduler.LRScheduler:
+        """The schedule, which `train` asks for once."""
+        warmup = max(1, int(self.args.warmup_steps))
+        self.lr_scheduler: Any = torch.optim.lr_scheduler.LambdaLR(
+            optimizer or self.optimizer, lambda update: min(1.0, (update + 1) / warmup)
         )
-        model.train()
-        texts = self.tokenizer.batch_decode(outputs[:, longest:], skip_special_tokens=True)
-        rewards = [task.score(text, prompt.answer) for text, prompt in zip(texts, self.held_out, strict=True)]
-        task.write_evaluation(self.settings, finished, rewards, began)
+        return self.lr_scheduler
 
 
 def main() -> None:
-    """Train, and write `metrics.jsonl` and `evaluation.jsonl`."""
+    """Train, write `metrics.jsonl`, and save weights."""
     settings = task.Settings.read(sys.argv[1])
     torch.set_num_threads(settings.threads)
     tokenizer = AutoTokenizer.from_pretrained(settings.model, padding_side="left")
@@ -109,7 +97,6 @@ def main() -> None:
         beta=0.0,
         loss_type="dapo",
         learning_rate=settings.learning_rate,
-        lr_scheduler_type="constant_with_warmup",
         warmup_steps=settings.warmup_steps,
         adam_beta2=0.95,
         weight_decay=0.0,
@@ -120,13 +107,13 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
     )
-    trainer = GRPOTrainer(
+    trainer = Trainer(
         model=model,
         reward_funcs=reward,
         args=config,
         train_dataset=Dataset.from_list(rows),
         processing_class=tokenizer,
-        callbacks=[Watch(settings, tokenizer)],
+        callbacks=[Watch(settings)],
     )
     trainer.train()
 

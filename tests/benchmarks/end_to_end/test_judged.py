@@ -7,10 +7,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from benchmarks.end_to_end import picture
-from benchmarks.end_to_end.arms import ARMS, BASE, NO_HISTORY, OTHER_HISTORY, OURS, PLAIN_LOOP, TRL, keys
+from benchmarks.end_to_end.arms import ARMS, BASE, NO_HISTORY, OTHER_HISTORY, OURS, PLAIN_LOOP, SHARED, TRL, keys
 from benchmarks.end_to_end.changed_engine import neighbour
 from benchmarks.end_to_end.judged import check_regime, completed, differences, goals, never_falling, seconds_to
-from benchmarks.end_to_end.resumed import kept
+from benchmarks.end_to_end.resumed import discarded, kept
 from benchmarks.end_to_end.run_arm import FULL, RL, Place, product_command
 from benchmarks.harness.record import Row
 from benchmarks.harness.record_file import Record
@@ -61,26 +61,60 @@ def test_differences_are_within_seeds_and_goals_follow() -> None:
     assert found[OURS, BASE]["speed_low"] == pytest.approx(2, abs=0.02)
     assert found[OURS, TRL]["speed"] == pytest.approx(2.5, abs=0.01)
     assert found[OURS, PLAIN_LOOP]["step_speed"] == pytest.approx(1.25)
-    assert (OTHER_HISTORY, NO_HISTORY) in found and found[TRL, BASE]["accuracy_points"] == 0
-    assert all(goal.met for goal in goals([*differences(runs())]))
-    assert {goal.name.partition(":")[0] for goal in goals([*differences(runs(slower=1.5))]) if not goal.met} == {
-        f"{OURS} over {other}" for other in (BASE, TRL, PLAIN_LOOP)
-    }
+    assert (NO_HISTORY, OTHER_HISTORY) in found and found[TRL, BASE]["accuracy_points"] == 0
+    assert missed(runs()) == set()
+    assert missed(runs(slower=1.5)) == {f"{OURS} over {other}" for other in (BASE, TRL, PLAIN_LOOP)}
+    assert missed(runs(slower=2.1)) == {f"{OURS} over {other}" for other in (BASE, SHARED, TRL, PLAIN_LOOP)}
+
+
+def missed(rows: list[Row]) -> set[str]:
+    return {goal.name.partition(":")[0] for goal in goals([*differences(rows)]) if not goal.met}
+
+
+def test_means_of_speeds_are_geometric() -> None:
+    rows: list[Row] = [
+        {"what": "run", "seed": seed, "arm": arm, "step_s": step, "accuracy_last": 0.9, "seconds_to_accuracy": 1.0}
+        for seed, arm, step in ((1, BASE, 2.0), (1, OURS, 1.0), (2, BASE, 8.0), (2, OURS, 1.0))
+    ]
+    (row, *_) = differences(rows)
+    assert (row["arm"], row["step_speed"]) == (OURS, 4.0)
+    assert float(row["step_speed_low"]) * float(row["step_speed_high"]) == pytest.approx(16.0, rel=1e-2)
+
+
+def test_lost_accuracy_and_a_control_that_gains_miss_their_goals() -> None:
+    rows: list[Row] = [dict(row) for row in runs()]
+    for row in rows:
+        if row["what"] == "run" and row["arm"] == "drafts":
+            row["accuracy_last"] = float(row["accuracy_last"]) - 0.04  # type: ignore[index]
+        if row["what"] == "run" and row["arm"] == OTHER_HISTORY:
+            row["step_s"] = float(row["step_s"]) / 1.1  # type: ignore[index]
+    assert missed(rows) == {"drafts", f"{NO_HISTORY} over {OTHER_HISTORY}"}
+
+
+def test_what_was_not_measured_meets_no_goal() -> None:
+    own = [arm for arm in ARMS if arm != BASE and ARMS[arm].peer is None]
+    speeds = {f"{OURS} over {other}" for other in (BASE, SHARED, TRL, PLAIN_LOOP)}
+    assert missed([]) == {*own, *speeds, f"{NO_HISTORY} over {OTHER_HISTORY}"}
 
 
 def test_a_speed_that_was_not_reached_meets_no_goal() -> None:
     rows = [{key: value for key, value in row.items() if key != "seconds_to_accuracy"} for row in runs()]
     judged = [*differences(rows)]
     assert {row["reached"] for row in judged} == {0}
-    assert sum(not goal.met for goal in goals(judged)) == 3
+    assert sum(not goal.met for goal in goals(judged)) == 4
 
 
 @pytest.mark.parametrize("share", [0.69, 0.91])
-def test_another_regime_ends_the_benchmark(share: float) -> None:
-    row: Row = {"what": "run", "arm": BASE, "seed": 11, "rollout_share": share}
+def test_another_regime_on_the_mean_of_the_seeds_ends_the_benchmark(share: float) -> None:
+    rows: list[Row] = [
+        {"what": "run", "arm": BASE, "seed": seed, "rollout_share": each}
+        for seed, each in enumerate((share - 0.1, share + 0.1))
+    ]
     with pytest.raises(SystemExit, match=f"{share:.0%} of its steps are rollout"):
-        check_regime([*runs(), row])
-    check_regime([*runs(), {**row, "arm": OURS}])
+        check_regime(rows)
+    check_regime(rows, fewest=3)
+    check_regime([*runs(), *({**row, "arm": OURS} for row in rows)])
+    check_regime([{**rows[0], "rollout_share": 0.69}, {**rows[1], "rollout_share": 0.8}])
 
 
 def test_every_arm_is_a_configuration_that_runs(tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -92,11 +126,8 @@ def test_every_arm_is_a_configuration_that_runs(tmp_path_factory: pytest.TempPat
             config = load(RunConfig, RL, command[command.index(str(RL)) + 1 :])
             assert run_combinations(config) == []
             assert config.history.drafts == ("history.drafts=true" in keys(arm)), name
-            assert (config.placement.mode, config.engine.cpu_cores, config.trainer.cpu_threads) == (
-                "disaggregated",
-                1,
-                1,
-            )
+            placed = (config.placement.mode, config.engine.cpu_cores, config.trainer.cpu_threads)
+            assert placed == (("colocated", 2, 2) if name == SHARED else ("disaggregated", 1, 1))
             assert config.num_steps * config.algorithm.prompts_per_step == 5 * 48
 
 
@@ -121,7 +152,7 @@ def test_every_row_is_in_a_table_of_the_view_and_its_answer_names_the_speeds() -
         goals=(),
         not_measured=(),
     )
-    assert "2 times as soon as synchronously in BF16, 1.25 times" in END_TO_END.answer.of(record)
+    assert "Over 3 seeds 2 times as soon as synchronous BF16 (2 to 2), 1.25 times" in END_TO_END.answer.of(record)
 
 
 def test_the_picture_has_a_line_for_each_arm() -> None:
@@ -130,11 +161,21 @@ def test_the_picture_has_a_line_for_each_arm() -> None:
     assert {OURS, BASE, TRL, PLAIN_LOOP, "seconds", "accuracy"} <= set(texts)
 
 
-def test_a_resumed_seed_has_runs_of_one_machine_only() -> None:
+@pytest.mark.parametrize("change", ["machine", "boot", "commit"])
+def test_a_resumed_seed_has_runs_of_one_machine_one_boot_and_one_commit(change: str) -> None:
+    here: Row = {"machine": "a", "boot": "a", "commit": "a"}
     exact = [arm for arm in ARMS if ARMS[arm].keys.get("engine.format") != "int8"]
-    whole = [{"what": "run", "seed": 11, "arm": arm, "machine": "a"} for arm in exact]
-    begun = [{"what": "run", "seed": 12, "arm": arm, "machine": "a"} for arm in exact[:-1]]
-    point = [{"what": "evaluation", "seed": 12, "arm": exact[0], "step": 0}]
-    rows: list[Row] = [*whole, *begun, *point]
-    assert kept(rows, lambda seed: [*ARMS], "a") == (rows, set())
-    assert kept(rows, lambda seed: [*ARMS], "b") == (whole, {11})
+    whole: list[Row] = [{"what": "run", "seed": 11, "arm": arm, **here} for arm in exact]
+    begun: list[Row] = [{"what": "run", "seed": 12, "arm": arm, **here} for arm in exact[:-1]]
+    point: Row = {"what": "evaluation", "seed": 12, "arm": exact[0], "step": 0}
+    rows = [*whole, *begun, point]
+    assert kept(rows, lambda seed: [*ARMS], here) == (rows, set())
+    left, ended = kept(rows, lambda seed: [*ARMS], {**here, change: "b"})
+    assert ended == {11} and left[: len(whole)] == whole
+    assert [(row["what"], row["arm"]) for row in left[len(whole) :]] == [("discarded", row["arm"]) for row in begun]
+    assert kept(left, lambda seed: [*ARMS], {**here, change: "b"}) == (left, {11})
+
+
+def test_a_run_that_does_not_count_keeps_its_seconds() -> None:
+    row = discarded({"what": "run", "seed": 3, "arm": OURS, "seconds": 9.0, "tokens": 5}, "why")
+    assert row == {"what": "discarded", "seed": 3, "arm": OURS, "seconds": 9.0, "why": "why"}

@@ -3,11 +3,12 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchmarks.end_to_end import peers
+from benchmarks.end_to_end import peers, run_arm
 from benchmarks.end_to_end.arms import ARMS, PLAIN_LOOP
 from benchmarks.end_to_end.model import CONTEXT
 from benchmarks.end_to_end.peers import task
@@ -65,43 +66,51 @@ def test_a_peer_is_given_what_every_stack_is_given_and_its_files_are_read(tmp_pa
     place = Place(warm=tmp_path / "warm", work=tmp_path, peers=tmp_path / "peers")
     command = peer_command(ARMS[PLAIN_LOOP], 1000, tmp_path / "run", place, FULL)
     settings = task.Settings.read(command[-1])
-    assert (settings.num_steps, settings.context, settings.seed) == (60, CONTEXT, 1000)
-    assert len(task.prompts(settings.train)) == 48 and len(task.prompts(settings.held_out)) == settings.num_held_out
-    task.write_evaluation(settings, 0, [1.0, 0.0, 0.0, 0.0], 5.0)
+    assert (settings.num_steps, settings.context, settings.seed, settings.save_every) == (60, CONTEXT, 1000, 10)
+    assert len(task.prompts(settings.train)) == 48
+    saved: list[str] = []
+    model = SimpleNamespace(save_pretrained=saved.append)
+    for finished in (9, 10, 11, 20):
+        task.save_if_due(settings, finished, model)
+    assert [Path(each).relative_to(tmp_path / "run") for each in saved] == [Path("weights/10"), Path("weights/20")]
     task.write_step(settings, 0, [[response(4, 1.0), response(8, 0.0)]], (10.0, 17.0, 19.5, 20.0))
     task.write_seconds(settings, 1, 30.0)
-    steps, ((step, accuracy, start, end),) = read_peer(tmp_path / "run")
-    assert (step, accuracy, start) == (0, 0.25, 5.0) and end > 5.0
-    assert split(steps)["step_s"] == 20.0 and split(steps[:1])["rollout_share"] == 0.7 and steps[0]["tokens"] == 6.0
+    steps = read_peer(tmp_path / "run")
+    assert steps[0]["time_s"] == 20.0 and steps[1]["time_s"] > 20.0
+    found = split(steps)
+    assert found["step_s"] == 20.0 and split(steps[:1])["rollout_share"] == 0.7 and steps[0]["tokens"] == 6.0
+    assert not {"time_s", "step"} & set(found)
 
 
-def test_evaluations_of_a_run_are_timed_by_its_spans(tmp_path: Path) -> None:
-    def write(name: str, rows: list[dict[str, object]]) -> None:
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    tokens = "history/tokens_per_forward"
-    write(
-        "metrics.jsonl",
-        [{"timing_s/step": 4.0, "timing_s/rollout": 3.0, tokens: 1.0 if step < 12 else 2.0} for step in range(24)],
-    )
-    write(
-        "evaluation.jsonl",
-        [
-            {"step": step, "data_source": source, "average": average}
-            for step, average in ((0, 0.5), (10, 0.6))
-            for source in ("chains", "all")
-        ],
-    )
-    write(
-        "events.jsonl",
-        [
-            {"actor": "engines", "activity": "evaluate", "start_s": 100.0, "end_s": 103.0},
-            {"actor": "engines", "activity": "rollout", "start_s": 103.0, "end_s": 106.0},
-            {"actor": "engines", "activity": "evaluate", "start_s": 140.0, "end_s": 142.0},
-        ],
-    )
-    steps, evaluations = read_product(tmp_path)
-    assert evaluations == [(0, 0.5, 100.0, 103.0), (10, 0.6, 140.0, 142.0)]
+def test_steps_of_a_run_are_read_by_epoch(tmp_path: Path) -> None:
+    rows = [
+        {
+            "step": step,
+            "time_s": 100.0 + 4 * step,
+            "timing_s/step": 4.0,
+            "timing_s/rollout": 3.0,
+            "history/tokens_per_forward": 1.0 if step < 12 else 2.0,
+        }
+        for step in range(24)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = read_product(tmp_path)
+    assert (steps[1]["time_s"], steps[1]["step_s"]) == (104.0, 4.0)
     found = split(steps)
     assert found["rollout_share"] == 0.75
     assert (found["tokens_per_forward_first"], found["tokens_per_forward_later"]) == (1.0, 2.0)
+
+
+def test_an_accuracy_has_the_seconds_at_which_its_step_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = Place(warm=tmp_path / "warm", work=tmp_path, peers=tmp_path / "peers")
+    rows = [{"step": step, "time_s": 1010.0 + 5 * step, "step_s": 5.0} for step in range(20)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    monkeypatch.setattr(run_arm, "launch", lambda *_: (tmp_path, 1000.0, 120.0))
+    monkeypatch.setattr(run_arm, "accuracies_of", lambda *_: {0: 0.5, 10: 0.6, 20: 0.75})
+    whole, *points = run_arm.run(PLAIN_LOOP, ARMS[PLAIN_LOOP], 1000, place, FULL)
+    assert [(row["step"], row["seconds"], row["accuracy"]) for row in points] == [
+        (0, 5.0, 0.5),
+        (10, 55.0, 0.6),
+        (20, 105.0, 0.75),
+    ]
+    assert (whole["start_s"], whole["steps_s"], whole["seconds"]) == (5.0, 100.0, 120.0)
