@@ -115,6 +115,8 @@ def _page(record: Record, view: View, absent: Collection[str]) -> Iterator[str]:
             bound = f"{goal.direction} {_value(goal.bound, goal)}"
             yield f"| {goal.name} | {_value(goal.value, goal)} | {bound} | {'yes' if goal.met else '**no**'} |"
     for table in view.tables:
+        if table.may_be_empty and not any(map(table.selects, record.rows)):
+            continue
         yield from ("", f"## {table.title}", "", *table.markdown(record.rows))
     pictures = sorted(RESULTS.glob(f"{record.name}.*.svg"))
     if pictures:

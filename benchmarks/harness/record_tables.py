@@ -9,7 +9,12 @@ from typing import Literal
 from benchmarks.harness.record_file import Row
 
 Value = str | int | float | bool
-_REDUCED: Mapping[str, Callable[[Sequence[float]], float]] = {"median": statistics.median, "least": min, "most": max}
+_REDUCED: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "median": statistics.median,
+    "least": min,
+    "most": max,
+    "count": len,
+}
 EMPTY = "-"
 
 
@@ -21,7 +26,7 @@ class Column:
     title: str
     scale: float = 1.0
     """Factor from the field's unit to the title's unit."""
-    reduce: Literal["median", "least", "most"] = "median"
+    reduce: Literal["median", "least", "most", "count"] = "median"
     """How the values of a line's rows are combined."""
 
 
@@ -39,6 +44,8 @@ class Table:
     """Excluded values by field."""
     across: str = ""
     """Field whose values each get separate columns; empty: no such field."""
+    may_be_empty: bool = False
+    """Whether a record may have no such rows; the page then lacks the table."""
 
     def selects(self, row: Row) -> bool:
         """Whether the table contains a row."""

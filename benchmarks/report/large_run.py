@@ -206,7 +206,7 @@ def _forwards(start_s: float, busy_s: float, random: np.random.Generator) -> For
     forwards = np.zeros(count, dtype=FORWARD)
     forwards["num_running"] = np.maximum(1, NUM_REQUESTS * left)
     forwards["num_scheduled_tokens"] = 2.6 * forwards["num_running"]
-    forwards["num_context_tokens"] = 7_000 * forwards["num_running"]
+    forwards["num_context_tokens"] = 7_000 * forwards["num_running"].astype(np.int64)
     forwards["seconds"] = FORWARD_S * (0.4 + 0.6 * left) * random.uniform(0.97, 1.03, size=count)
     forwards["started_at_s"] = start_s + (FORWARD_S + GAP_S) * np.arange(count)
     return forwards

@@ -19,7 +19,7 @@ from vllm.v1.engine.llm_engine import LLMEngine
 from benchmarks.rollout.forced_sampler import RESPONSE, ForcedSampler
 from history.store.traces import Trace
 from history.types import prompt_key
-from rollout.engine.responses import sampling_params
+from rollout.engine.responses import draft_args, sampling_params
 from rollout.engine.spec import EngineSpec
 from rollout.engine.vllm_args import engine_arguments
 from rollout.stop_ids import end_of_sequence_ids
@@ -126,7 +126,8 @@ class TracedEngine:
         stop_ids = end_of_sequence_ids(self._directory)
         names = []
         for number, trace in enumerate(prompts):
-            parameters = sampling_params(sampling, seed + number, stop_ids, PromptId(trace.prompt_id), trace.step)
+            drafts = draft_args(PromptId(trace.prompt_id), trace.step)
+            parameters = sampling_params(sampling, seed + number, stop_ids, drafts)
             names.append(self._submit(trace, parameters))
         figures, emitted = self._finish()
         return figures, [emitted[name] for name in names]

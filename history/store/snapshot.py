@@ -249,6 +249,8 @@ def _write_file(path: Path, shard: int, alive: npt.NDArray[np.int64], batch: Res
     with open(path, "wb", opener=opener) as file:
         for array in (alive, *batch.arrays):
             np.save(file, array, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())  # here: on a shared file system the launcher's sync does not reach this node's cache
     digest = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):

@@ -25,6 +25,13 @@ _ENGINES: tuple[Row, ...] = (
     ("cluster/lost_nodes", "nodes", "total", "Nodes that the run has lost since its process started.", "0"),
     ("engine/hung", "engines", "total", "Engines that lived but did nothing, and were ended; see docs/faults.md.", "0"),
     ("engine/reissued_groups", "groups", "total", "Groups that began again or continued elsewhere.", "0"),
+    (
+        "engine/preempted",
+        "requests",
+        "sum over engines",
+        "Requests whose keys and values are computed again, because the KV cache was full.",
+        "0",
+    ),
     ("planner/moved_groups", "groups", "total", "Groups that migrated to another engine.", ""),
     ("planner/groups_ahead", "groups", "last", "Groups that are admitted and not yet trained on.", ""),
     ("planner/head_start", "share", "last", "Share of the next step that starts early.", ""),

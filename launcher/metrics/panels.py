@@ -100,6 +100,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         _panel("Lost nodes", "cluster/lost_nodes"),
         _panel("Repeated publishes", "publish/repeated"),
         _panel("Groups that began again", "engine/reissued_groups"),
+        _panel("Preempted requests", "engine/preempted"),
         _panel("Lost calls of the history", "history/lost_calls"),
         _panel("Segments without room or damaged", "history/left_out_segments", "history/damaged_segments"),
     ),

@@ -83,6 +83,8 @@ class RunRecorder:
         self._write_limit_s = WRITE_TIMEOUT_S
         self._writers: set[ProcessId] = set()
         """Processes of the text actor that have written samples."""
+        self._num_preempted = 0
+        """Requests that were preempted since the last step, those of evaluations included."""
         self._num_lost_samples = 0
         """Steps with samples that nobody could write, because their tokens were lost with a node."""
         self._unlogged: tuple[int, dict[str, float]] | None = None
@@ -120,9 +122,11 @@ class RunRecorder:
             **metrics,
             **self._timeline.close(ended_s, metrics["timing_s/step"]),
             **self._saves.metrics(),
+            "engine/preempted": float(self._num_preempted),
             "reward/text_actor_restarts": float(max(0, len(self._writers) - 1)),
             "reward/steps_without_samples": float(self._num_lost_samples),
         }
+        self._num_preempted = 0
         if self._baseline_engines:
             metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._baseline_engines))}
         self._directory.append_metrics(step, metrics)
@@ -148,6 +152,7 @@ class RunRecorder:
             drained[number] = forwards
         for number, forwards in enumerate(drained):
             append_forwards(self._directory.path / "traces", number, forwards)
+            self._num_preempted += int(forwards["num_preempted"].sum())
         self._timeline.add_forwards(drained)
         return drained
 

@@ -22,6 +22,7 @@ from rollout.engine.responses import (
     ResponseLedger,
     check_length,
     columns,
+    draft_args,
     earlier_parts,
     sampling_params,
     token_prompt,
@@ -209,10 +210,8 @@ class Engine:
                 group.sampling,
                 group.seeds[sample],
                 self._stop_ids,
-                group.prompt.prompt_id,
-                group.step,
+                draft_args(group.prompt.prompt_id, group.step, is_counted=group.purpose == TRAIN),
                 emitted=len(earlier.response_ids),
-                is_counted=group.purpose == TRAIN,
             ),
         )
         response = Response(

@@ -7,7 +7,7 @@ Invariants: the spans of a response are in order and sum to its length (one span
 its first token). A response that has ended keeps its last version, even if it is collected after an update.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -110,16 +110,14 @@ def sampling_params(
     sampling: SamplingSpec,
     seed: int,
     stop_ids: tuple[int, ...],
-    prompt_id: PromptId,
-    step: int,
+    extra_args: Mapping[str, object],
     *,
     emitted: int = 0,
-    is_counted: bool = True,
 ) -> SamplingParams:
     """Sampling parameters of one response for vLLM.
 
-    `stop_ids` are the model's end-of-sequence ids; the response already has `emitted` tokens. Draft
-    statistics count the request if it `is_counted`.
+    `stop_ids` are the model's end-of-sequence ids, and `extra_args` those of `draft_args`. The response already
+    has `emitted` tokens.
     """
     return SamplingParams(
         temperature=sampling.temperature,
@@ -132,8 +130,13 @@ def sampling_params(
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.FINAL_ONLY,
-        extra_args={PROMPT_KEY: prompt_key(prompt_id), STEP: step, COUNTED: is_counted},
+        extra_args=dict(extra_args),
     )
+
+
+def draft_args(prompt_id: PromptId, step: int, *, is_counted: bool = True) -> dict[str, object]:
+    """What the proposer must know of a request; draft statistics count the request if it `is_counted`."""
+    return {PROMPT_KEY: prompt_key(prompt_id), STEP: step, COUNTED: is_counted}
 
 
 def token_prompt(token_ids: TokenIds, *, salt: str) -> TokensPrompt:

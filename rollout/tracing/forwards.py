@@ -16,14 +16,19 @@ import numpy.typing as npt
 FORWARD = np.dtype(
     [
         ("started_at_s", np.float64),
-        ("num_running", np.int32),
+        ("num_running", np.uint16),
+        ("num_preempted", np.uint16),
         ("num_scheduled_tokens", np.int32),
         ("num_context_tokens", np.int64),
         ("seconds", np.float32),
     ]
 )
-"""Wall clock at the start; requests; tokens computed (prompt chunks, sampled tokens, drafts); tokens whose keys and
-values were already in the cache; duration."""
+"""Wall clock at the start; requests; requests whose keys and values were thrown away just before, because the cache
+was full; tokens computed (prompt chunks, sampled tokens, drafts); tokens whose keys and values were already in the
+cache; duration.
+
+In older traces `num_running` has the 32 bits of the first two counts: they read as forwards without preemptions.
+"""
 
 Forwards = npt.NDArray[np.void]
 """[N] of `FORWARD`."""
@@ -37,6 +42,7 @@ class ForwardRecord:
 
     started_at_s: float
     num_running: int
+    num_preempted: int
     num_scheduled_tokens: int
     num_context_tokens: int
     seconds: Callable[[], float]
@@ -60,7 +66,14 @@ class ForwardLog:
     def drain(self) -> bytes:
         """Return all records as the bytes of an array of `FORWARD`, and clear the log."""
         rows = [
-            (r.started_at_s, r.num_running, r.num_scheduled_tokens, r.num_context_tokens, r.seconds())
+            (
+                r.started_at_s,
+                r.num_running,
+                r.num_preempted,
+                r.num_scheduled_tokens,
+                r.num_context_tokens,
+                r.seconds(),
+            )
             for r in self._records
         ]
         self._records.clear()

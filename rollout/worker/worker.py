@@ -80,6 +80,9 @@ class Worker(PlatformWorker):  # type: ignore[misc]
 
     _log: ForwardLog | None = None
     _under_way: tuple[SchedulerOutput, float, Clock] | None = None
+    _is_first_of_version: bool = False
+    """Whether no forward has run since weights were applied; what that publish makes responses recompute is no
+    preemption."""
 
     def init_device(self) -> None:
         """Initialise the device; this process ends when its engine's owner ends."""
@@ -125,9 +128,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     def _close_record(self) -> None:
         if self._under_way is not None and self._log is not None:
             order, started_at_s, clock = self._under_way
-            record = _describe(order, started_at_s, clock())
+            preempted = () if self._is_first_of_version else order.preempted_req_ids or ()
+            record = _describe(order, started_at_s, clock(), num_preempted=len(preempted))
             self._log.append(record)
-            self._under_way = None
+            self._under_way, self._is_first_of_version = None, False
             if (proposer := self._proposer()) is not None and _only_decodes(order):
                 proposer.observe(record)
 
@@ -211,6 +215,7 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         After a failure the model has mixed weights; a next publish is possible.
         """
         self.start_weight_update()
+        self._is_first_of_version = True
         try:
             with set_current_vllm_config(self.vllm_config):
                 self.update_weights({"weight_version": weight_version})
@@ -307,12 +312,15 @@ class Worker(PlatformWorker):  # type: ignore[misc]
         return []
 
 
-def _describe(order: SchedulerOutput, started_at_s: float, seconds: Callable[[], float]) -> ForwardRecord:
+def _describe(
+    order: SchedulerOutput, started_at_s: float, seconds: Callable[[], float], *, num_preempted: int
+) -> ForwardRecord:
     context = sum(order.scheduled_cached_reqs.num_computed_tokens)
     context += sum(new.num_computed_tokens for new in order.scheduled_new_reqs)
     return ForwardRecord(
         started_at_s=started_at_s,
         num_running=len(order.num_scheduled_tokens),
+        num_preempted=num_preempted,
         num_scheduled_tokens=order.total_num_scheduled_tokens,
         num_context_tokens=context,
         seconds=seconds,

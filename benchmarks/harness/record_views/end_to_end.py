@@ -77,9 +77,10 @@ END_TO_END = View(
         ),
         Table(
             title="Runs that were begun and do not count",
-            lines={"seed": "seed", "arm": "arm", "why": "why"},
+            lines={"arm": "arm", "why": "why"},
             where={"what": ("discarded",)},
-            columns=(Column(field="seconds", title="whole run, s"),),
+            columns=(Column(field="seed", title="runs", reduce="count"),),
+            may_be_empty=True,
         ),
     ),
     notes=(

@@ -25,7 +25,8 @@ def test_committed_pages_equal_the_generated_ones() -> None:
 def test_every_row_is_in_a_table_and_every_table_has_rows(record: Record) -> None:
     tables = VIEWS[record.name].tables
     assert [row for row in record.rows if not any(table.selects(row) for table in tables)] == []
-    assert [table.title for table in tables if not any(table.selects(row) for row in record.rows)] == []
+    empty = [table for table in tables if not any(table.selects(row) for row in record.rows)]
+    assert [table.title for table in empty if not table.may_be_empty] == []
 
 
 @pytest.mark.parametrize("record", read_all(), ids=lambda record: record.name)

@@ -25,6 +25,7 @@ from rollout.failures import DeadlineError, Place
 from rollout.pool import heartbeat
 from rollout.processes import ProcessId
 from rollout.rewards.text_actor import WrittenSamples
+from rollout.tracing.forwards import FORWARD, decode_forwards
 from tests.launcher.run_dir.test_saves import Planner
 from tests.launcher.run_dir.test_saves import Trainer as SavedTrainer
 
@@ -38,12 +39,15 @@ class WandbRun:
 
 
 class Engines:
+    def __init__(self) -> None:
+        self.drained: list[np.ndarray] = []
+
     def __len__(self) -> int:
         return 1
 
     def drain_trace(self, *, timeout_s: float) -> dict[int, np.ndarray]:
         del timeout_s
-        return {}
+        return {0: self.drained.pop(0)} if self.drained else {}
 
 
 class RemoteMethod:
@@ -122,6 +126,39 @@ def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, mon
     accuracy = {step: data.get("eval/held_out/int8/avg@1") for step, data in run.logged}
     assert accuracy == {0: 0.25, 1: None, 2: 0.75}
     assert [data.get("reward/mean") for _, data in run.logged] == [0.1, 0.2, None]
+
+
+def test_preempted_requests_of_a_step_and_of_the_evaluation_before_it_are_counted_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = WrittenSamples(rows=[], process=ProcessId(node_id="n", pid=7, created_s=0.0))
+    monkeypatch.setattr(ray, "get", lambda ref: written if ref == "samples" else written.process)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+    with RunDirectory(str(tmp_path / "run")) as directory:
+        recorder = recorder_of(directory, WandbRun(), RunProgress(2))
+        for counts in ([2, 0], [0, 3], []):
+            forwards = np.zeros(len(counts), dtype=FORWARD)
+            forwards["num_preempted"] = counts
+            recorder._engines.drained.append(forwards)  # type: ignore[attr-defined]
+        recorder.on_evaluation([evaluation(0, 0.25)])
+        for step in range(2):
+            recorder.on_step(step, {"timing_s/step": 1.0}, [])
+        recorder.finish()
+        assert [row["engine/preempted"] for row in directory.metrics()] == [5.0, 0.0]
+
+
+def test_forwards_of_older_traces_have_no_preemptions() -> None:
+    older = np.dtype(
+        [
+            ("started_at_s", np.float64),
+            ("num_running", np.int32),
+            ("num_scheduled_tokens", np.int32),
+            ("num_context_tokens", np.int64),
+            ("seconds", np.float32),
+        ]
+    )
+    found = decode_forwards(np.array([(7.5, 300, 310, 1 << 40, 0.25)], dtype=older).tobytes())
+    assert found.tolist() == [(7.5, 300, 0, 310, 1 << 40, 0.25)]
 
 
 def test_samples_that_were_lost_with_a_node_are_counted_and_the_run_goes_on(

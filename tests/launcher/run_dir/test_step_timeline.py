@@ -11,7 +11,7 @@ def none():
 
 
 def one(start_s: float, seconds: float, requests: int = 4):
-    return np.array([(ORIGIN_S + start_s, requests, requests, 0, seconds)], dtype=FORWARD)
+    return np.array([(ORIGIN_S + start_s, requests, 0, requests, 0, seconds)], dtype=FORWARD)
 
 
 def test_step_intervals_have_no_gap_and_the_first_begins_with_its_rollout():

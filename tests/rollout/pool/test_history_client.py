@@ -269,7 +269,7 @@ def test_reuse_is_weighted_by_tokens_and_rank_correlation_needs_three_prompts():
 
 
 def forwards(*rows: tuple[float, float]):
-    return np.array([(began, 4, 4, 0, seconds) for began, seconds in rows], dtype=FORWARD)
+    return np.array([(began, 4, 0, 4, 0, seconds) for began, seconds in rows], dtype=FORWARD)
 
 
 def test_measured_saving_compares_with_the_baseline_engines_token_rate():

@@ -14,7 +14,7 @@ HALF = EngineSpeed(fixed_s=1.0, token_s=0.0, context_s=0.0, saturated_requests=4
 
 def forwards(*runs: tuple[float, float, int]):
     """Forwards given as (start in seconds, duration in seconds, running requests)."""
-    return np.array([(ORIGIN_S + start, num, num, 0, seconds) for start, seconds, num in runs], dtype=FORWARD)
+    return np.array([(ORIGIN_S + start, num, 0, num, 0, seconds) for start, seconds, num in runs], dtype=FORWARD)
 
 
 def span(actor: str, activity: str, start_s: float, end_s: float) -> Span:

@@ -9,7 +9,9 @@ import torch
 
 from history.drafting.stats import DraftStats
 from history.types import prompt_key
-from rollout.engine.responses import sampling_params
+from megatron_rl.memory import kv_bytes_per_token
+from megatron_rl.model.spec import read_model_spec
+from rollout.engine.responses import draft_args, sampling_params
 from rollout.types import PromptId, SamplingSpec, WeightSpan
 from rollout.worker.proposer import HistoryProposer
 from tests.rollout.conftest import endless
@@ -67,7 +69,9 @@ class Batch:
         self.num_forwards += 1
 
     def knows(self, name: str, *, prompt: int = 10, limit: int = 50, keyed: bool = True) -> None:
-        params = sampling_params(SamplingSpec(temperature=1.0, max_response_tokens=limit), 0, (), PromptId(name), 7)
+        params = sampling_params(
+            SamplingSpec(temperature=1.0, max_response_tokens=limit), 0, (), draft_args(PromptId(name), 7)
+        )
         params.extra_args = params.extra_args if keyed else None
         self.runner.requests[name] = SimpleNamespace(num_prompt_tokens=prompt, sampling_params=params)
 
@@ -294,3 +298,30 @@ def test_a_probe_is_not_drafted_and_changes_no_response(remembering, loop, refer
 
 def test_a_baseline_engine_reports_no_drafts(live, loop):
     assert loop.run(live.engine.draft_stats()) == DraftStats()
+
+
+def test_requests_that_a_full_cache_preempts_are_counted_and_keep_their_tokens(
+    checkpoints, loop, tmp_path, references, drafting
+):
+    prompts = [PROMPT, *([token + shift for token in PROMPT] for shift in (1, 2, 3))]
+    blocks = drafting.engine._llm.vllm_config.cache_config
+    block_bytes = blocks.block_size * 2 * kv_bytes_per_token(read_model_spec(checkpoints.path("qwen3", "A", "bf16")), 1)
+
+    async def together(live):
+        groups = [live.sample(prompt=prompt, temperature=0.0, max_response_tokens=LENGTH) for prompt in prompts]
+        return await asyncio.gather(*groups)
+
+    # every request has one block, and at token 129 another one: five fit beside vLLM's own
+    with drafting_engine(
+        checkpoints, loop, drafting.engine.spec.directory, tmp_path, kv_cache_bytes=6 * block_bytes
+    ) as crowded:
+        remember(tmp_path, crowded.engine.state().weight_version, references["B"].greedy(PROMPT, LENGTH)[0])
+        loop.run(crowded.engine.drain_trace())
+        found = loop.run(together(crowded))
+        forwards = loop.run(crowded.engine.drain_trace())
+    assert 0 < forwards["num_preempted"].sum() <= len(prompts)
+    expected = [references["A"].greedy(prompt, LENGTH)[0] for prompt in prompts]
+    assert [columns.response_ids.tolist() for _, columns in found] == expected
+    loop.run(drafting.engine.drain_trace())
+    loop.run(together(drafting))
+    assert loop.run(drafting.engine.drain_trace())["num_preempted"].sum() == 0

@@ -26,11 +26,13 @@ LENGTH = 200
 
 
 @contextmanager
-def drafting_engine(checkpoints, loop, directory: Path, segments: Path, *, tensor_parallel: int = 1) -> Iterator[Live]:
+def drafting_engine(
+    checkpoints, loop, directory: Path, segments: Path, *, tensor_parallel: int = 1, kv_cache_bytes: int = 64 << 20
+) -> Iterator[Live]:
     """A float32 engine that serves weights A; in float32, greedy tokens do not depend on the batch."""
     config = EngineConfig(
         tensor_parallel=tensor_parallel,
-        kv_cache_bytes=64 << 20,
+        kv_cache_bytes=kv_cache_bytes,
         max_num_seqs=16,
         update_timeout_s=30,
         vllm={"max_num_batched_tokens": 64},

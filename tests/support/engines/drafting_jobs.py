@@ -131,12 +131,12 @@ def engine(root: Path, kind: Kind, *, drafts: DraftSpec | None = None):
 
 
 def emit(llm, orders: list[Order], *, at_once: int) -> Emitted:
-    from rollout.engine.responses import sampling_params
+    from rollout.engine.responses import draft_args, sampling_params
 
     found = []
     for start in range(0, len(orders), at_once):
         batch = orders[start : start + at_once]
-        params = [sampling_params(o.sampling, o.seed, (), PromptId(o.prompt_id), 0) for o in batch]
+        params = [sampling_params(o.sampling, o.seed, (), draft_args(PromptId(o.prompt_id), 0)) for o in batch]
         found += llm.generate([{"prompt_token_ids": o.prompt} for o in batch], params, use_tqdm=False)
     (stats, *_) = llm.collective_rpc("draft_stats")
     return Emitted(

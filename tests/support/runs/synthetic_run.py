@@ -25,7 +25,7 @@ def decode(start_s: float, lengths: np.ndarray, slots: int = 64) -> Forwards:
             left.append(int(waiting.pop(0)))
         context = 200 * len(left)
         seconds = FIXED_S + TOKEN_S * len(left) + CONTEXT_S * context
-        rows.append((now, len(left), len(left), context, seconds))
+        rows.append((now, len(left), 0, len(left), context, seconds))
         now += seconds + 0.002
         left = [count - 1 for count in left if count > 1]
     return np.array(rows, dtype=FORWARD)
