@@ -303,24 +303,41 @@ def run_ahead(example: Path) -> Path:
 def kill_in_publish(version: int, process: subprocess.Popen, title: str) -> None:
     """Kill (-9) the descendants of a run with that title as soon as engines are given that weight version.
 
-    Then the shared memory of a trainer becomes visible.
+    Then the shared memory of a trainer becomes visible, for a tenth of a second. Reading all processes may take as
+    long, so the ones to kill are found before.
     """
+    targets: list[psutil.Process] = []
+    looked_s = 0.0
 
     def is_visible() -> bool:
-        pids = {child.pid for child in psutil.Process(process.pid).children(recursive=True)}
+        nonlocal targets, looked_s
         matches = (shm_files._NAME.fullmatch(path.name) for path in shm_files.SHM.glob(f"mrl-*-w{version}-r0"))
-        return any(match is not None and int(match["pid"]) in pids for match in matches)
+        if any(match is not None and _is_descendant(int(match["pid"]), process) for match in matches):
+            return True
+        if time.monotonic() - looked_s > 1.0:
+            targets = _descendants(process, title)
+            looked_s = time.monotonic()
+        return False
 
     wait_for(is_visible, process)
-    send(process, title, signal.SIGKILL)
+    assert targets, f"no {title} among the descendants"
+    for target in targets:
+        target.kill()
+
+
+def _is_descendant(pid: int, process: subprocess.Popen) -> bool:
+    with suppress(psutil.NoSuchProcess):
+        return any(parent.pid == process.pid for parent in psutil.Process(pid).parents())
+    return False
 
 
 def _descendants(process: subprocess.Popen, title: str) -> list[psutil.Process]:
     found = []
-    for each in psutil.Process(process.pid).children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            if (each.cmdline() or [""])[0].startswith(title):
-                found.append(each)
+    with suppress(psutil.NoSuchProcess):  # the run has ended
+        for each in psutil.Process(process.pid).children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                if (each.cmdline() or [""])[0].startswith(title):
+                    found.append(each)
     return found
 
 
