@@ -93,8 +93,8 @@ END_TO_END = View(
         "The accuracy at the end is the mean of the last two. Held-out responses are sampled.",
         "Trainer and engine have a core each. Peers use both cores, in turns, in environments of their own. The arm "
         "`both cores` is the base that does so.",
-        "A whole record has four seeds of all arms, and two more of those that goals compare. Arms without lines were not "
-        "measured; their goals show 0 x or -100 points and count as missed.",
+        "A whole record has four seeds of all arms, and two more of those that goals compare. Arms without lines were "
+        "not measured; their goals show 0 x or -100 points and count as missed.",
         "Where a run did not reach the accuracy, the comparison has no speed, and its goal counts as missed.",
         "`other history` gives each prompt the history of another one and `no history` gives it none; both draft "
         "without the ring, which on data this small would hold all earlier responses.",
