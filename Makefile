@@ -28,7 +28,7 @@ RUN := OMP_NUM_THREADS=1 $(BIN)/python
 timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begin )) s"
 
 BENCHMARKS := at_scale control_plane drafting drafting.store_soak drafting.trees end_to_end faults faults.soak \
-    learning.ablation learning.algorithms learning.example_epochs learning.guard learning.mismatch learning.quickstart \
+    learning.algorithms learning.example_epochs learning.guard learning.mismatch learning.quickstart \
     learning.soak packing planner planner.real_engines publish publish.delta publish.over_nodes report rollout \
     rollout.sampling rollout.step_time saves
 

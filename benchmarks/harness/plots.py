@@ -14,6 +14,10 @@ from matplotlib.figure import Figure
 
 INK, GRID = "#334155", "#e2e8f0"
 COLOURS = ("#2563eb", "#f59e0b", "#10b981", "#8b5cf6", "#ef4444", "#64748b", "#0ea5e9")
+WIDTH, HEIGHT = 5.4, 2.7
+"""Inches of a picture whose legend has one row."""
+ROW, WIDTH_OF_CHARACTER, LINE_AND_GAP, MOST_COLUMNS = 0.17, 0.066, 0.5, 4
+"""Inches of a legend's row, of a mean character in it, and of the drawn line with the gap behind an entry."""
 STYLE = {
     "svg.fonttype": "none",
     "font.family": ["sans-serif"],
@@ -48,7 +52,7 @@ def lines(name: str, series: Sequence[Series], *, unit: str = "", log: bool = Fa
             _decades(axes)
         axes.set_ylabel(unit)
 
-    return _render(name, draw, legend=len(series) > 1, axis=axis)
+    return _render(name, draw, labels=[each.label for each in series], axis=axis)
 
 
 def _decades(axes: Axes) -> None:
@@ -59,9 +63,17 @@ def _decades(axes: Axes) -> None:
     axes.minorticks_off()
 
 
-def _render(name: str, draw: Callable[[Axes], None], *, legend: bool, axis: str) -> str:
+def _legend_columns(labels: Sequence[str]) -> int:
+    """As many columns as fit above the chart: a wider legend would squeeze the chart."""
+    column = LINE_AND_GAP + WIDTH_OF_CHARACTER * max(map(len, labels))
+    return max(1, min(MOST_COLUMNS, int(WIDTH / column)))
+
+
+def _render(name: str, draw: Callable[[Axes], None], *, labels: Sequence[str], axis: str) -> str:
+    columns = _legend_columns(labels)
+    rows = math.ceil(len(labels) / columns)
     with matplotlib.rc_context({**STYLE, "svg.hashsalt": name}):
-        figure = Figure(figsize=(5.4, 2.7), layout="constrained")
+        figure = Figure(figsize=(WIDTH, HEIGHT + ROW * (rows - 1)), layout="constrained")
         axes = figure.add_subplot()
         draw(axes)
         axes.grid(axis="y", color=GRID, linewidth=0.8)
@@ -70,8 +82,8 @@ def _render(name: str, draw: Callable[[Axes], None], *, legend: bool, axis: str)
         axes.tick_params(length=0)
         axes.set_xlabel(axis)
         axes.xaxis.get_major_locator().set_params(integer=True)
-        if legend:
-            axes.legend(frameon=False, fontsize=8, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
+        if len(labels) > 1:
+            axes.legend(frameon=False, fontsize=8, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1))
         text = io.StringIO()
         figure.savefig(
             text, format="svg", transparent=True, metadata=dict.fromkeys(("Creator", "Date", "Format", "Type"))

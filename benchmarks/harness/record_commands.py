@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping
 
 MOVED: Mapping[str, str] = {
-    "benchmarks.ablation": "benchmarks.learning.ablation",
     "benchmarks.baselines.arctic": "benchmarks.drafting.baselines.arctic",
     "benchmarks.draft_trees": "benchmarks.drafting.trees",
     "benchmarks.history_example": "benchmarks.learning.example_epochs",

@@ -1,1 +1,1 @@
-"""Learning curves of the example: quickstart, mismatch, ablation and soak."""
+"""Learning curves of the example: quickstart, mismatch, algorithms, guard and soak."""

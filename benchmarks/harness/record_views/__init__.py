@@ -18,7 +18,6 @@ from benchmarks.harness.record_views import (
 from benchmarks.harness.record_views.view import View
 
 VIEWS: Mapping[str, View] = {
-    "ablation": learning.ABLATION,
     "algorithms": learning.ALGORITHMS,
     "at_scale": planning.AT_SCALE,
     "control_plane": control_plane.CONTROL_PLANE,

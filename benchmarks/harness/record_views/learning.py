@@ -1,64 +1,11 @@
 """Views of runs of the example: learning with and without quantisation, drafts, the planner and corrections."""
 
 from benchmarks.harness.example_run import K3_PARTS
-from benchmarks.harness.record_answers import Answer, goal, median
+from benchmarks.harness.record_answers import Answer, goal
 from benchmarks.harness.record_tables import Column, Table
 from benchmarks.harness.record_views.view import MIB, UNRECORDED_WARM, View, percent, spread
 
 OWN_WARM = "All runs start from the warm start that the benchmark makes with seed 1."
-_ALL = {"what": ("difference",), "arm": ("all",)}
-
-ABLATION = View(
-    question="Does the example learn as well with INT8 weights, drafts and the planner, and how fast are its steps?",
-    answer=Answer(
-        text=(
-            "Yes, within the spread of the seeds: all three together change held-out accuracy by {points} points "
-            "({low} to {high}) and speed by {speed} times."
-        ),
-        figures={
-            "points": median("held_out_points", _ALL),
-            "low": median("held_out_points_low", _ALL),
-            "high": median("held_out_points_high", _ALL),
-            "speed": median("speed", _ALL),
-        },
-    ),
-    tables=(
-        Table(
-            title="Differences from the arm `bf16, synchronous`; means and 95 % intervals over the seeds",
-            lines={"arm": "arm"},
-            where={"what": ("difference",)},
-            columns=(
-                Column(field="speed", title="speed, x"),
-                Column(field="speed_low", title="speed, lower end"),
-                Column(field="speed_high", title="speed, upper end"),
-                Column(field="held_out_points", title="held-out accuracy, points"),
-                Column(field="held_out_points_low", title="accuracy, lower end"),
-                Column(field="held_out_points_high", title="accuracy, upper end"),
-            ),
-        ),
-        Table(
-            title="Runs by arm, medians over the seeds",
-            lines={"arm": "arm"},
-            where={"what": ("run",)},
-            columns=(
-                Column(field="step_s", title="step, s"),
-                Column(field="tokens_per_forward_later", title="tokens per forward after the first epoch"),
-                Column(field="bubble", title="bubble"),
-                Column(field="mean_staleness", title="mean staleness"),
-                Column(field="k3_median", title="k3"),
-                percent("held_out_before", "held-out accuracy before"),
-                percent("held_out_after", "held-out accuracy after"),
-            ),
-        ),
-    ),
-    notes=(
-        "An arm is a run with some features switched on. `all` has INT8 weights, drafts and the planner. Arms are "
-        "colocated unless they are called disaggregated.",
-        "Two engines and a trainer share two cores, and rollout is a small part of a step. So the speed shows that the "
-        "features work together; it does not show their gain.",
-        UNRECORDED_WARM,
-    ),
-)
 
 MISMATCH = View(
     question="How much held-out accuracy does each weight format lose, with and without truncated importance sampling?",
