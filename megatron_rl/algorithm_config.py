@@ -85,7 +85,7 @@ class AlgorithmConfig(Config):
     prompts_per_step: int = Field(default=64, gt=0)
     """Prompts of one step, each with a group of responses."""
     num_mini_batches: int = Field(default=1, gt=0)
-    """Mini batches of one epoch over the samples of a step."""
+    """Mini batches of one epoch over the samples of a step. Divides `prompts_per_step`, because groups stay whole."""
     num_epochs: int = Field(default=1, gt=0)
     """Epochs over the samples of a step. A step makes `num_epochs x num_mini_batches` optimizer steps."""
     filter: Annotated[Choice, FILTERS] = ZeroVariance()

@@ -12,6 +12,7 @@ from megatron_rl.algorithm_settings import (
     LOSSES,
     AdvantageChoice,
     Bypass,
+    Clipped,
     DrGrpo,
     LossChoice,
     Overlong,
@@ -22,7 +23,7 @@ from megatron_rl.algorithm_settings import (
     ZeroVariance,
 )
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.correction_config import BYPASS_PRESETS
+from megatron_rl.correction_config import BYPASS_PRESETS, CorrectionConfig
 from megatron_rl.stages import Column, PlugIn
 
 PLUG_IN_CHECK = ("-m", "megatron_rl.algorithm.plug_in_check")
@@ -87,6 +88,12 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
             f"`{LOSSES.key}` = bypass with `algorithm.correction.mode` = {algorithm.correction.mode}: the loss takes "
             "the sampler's log-probabilities as the old ones, so its ratio already corrects; set mode to none"
         )
+    if isinstance(loss, Clipped) and 0 < loss.dual_clip <= 1:
+        problems.append(
+            f"`{LOSSES.key}.dual_clip` = {loss.dual_clip}: the loss of a token with a negative advantage would be cut "
+            "at or below its value before the update, so the token would have no gradient; set dual_clip above 1 (3 is "
+            "common), or to 0"
+        )
     return problems
 
 
@@ -97,6 +104,7 @@ def _correction(algorithm: AlgorithmConfig) -> list[str]:
             f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
             f"{correction.cap}: mode {correction.mode} keeps weights between the two, here none; lower low"
         )
+    problems += _rejections(correction)
     losses: dict[str, type[LossChoice]] = {"clip": Bypass, "pg": Reinforce}
     wanted = losses.get(BYPASS_PRESETS.get(correction.preset, ""))
     if wanted is not None and not isinstance(algorithm.loss, wanted):
@@ -104,6 +112,24 @@ def _correction(algorithm: AlgorithmConfig) -> list[str]:
         problems.append(
             f"`algorithm.correction.preset` = {correction.preset} with `{LOSSES.key}` = {algorithm.loss.name}: the "
             f"preset is made for another loss; set loss to {name}"
+        )
+    return problems
+
+
+def _rejections(correction: CorrectionConfig) -> list[str]:
+    """Bounds that leave tokens out although trainer and sampler agree."""
+    problems = []
+    for number, rule in enumerate(correction.rejections):
+        low = rule.low or 1 / rule.high
+        if rule.statistic.endswith("k1") and not low <= 1 <= rule.high:
+            problems.append(
+                f"`algorithm.correction.rejections[{number}]`: {rule.statistic} keeps ratios from {low:g} to "
+                f"{rule.high:g}, without the ratio 1 of equal log-probabilities; set high above 1 and low below 1"
+            )
+    if correction.veto_ratio >= 1:
+        problems.append(
+            f"`algorithm.correction.veto_ratio` = {correction.veto_ratio:g}: sequences with a token of a lower ratio "
+            "are rejected, and the ratio of equal log-probabilities is 1; set it far below 1 (1e-4 is common), or to 0"
         )
     return problems
 

@@ -73,10 +73,11 @@ def _batch_sizes(config: RunConfig) -> list[str]:
     algorithm, data_parallel = config.algorithm, config.trainer.parallel.data
     samples = algorithm.prompts_per_step * algorithm.group_size
     product = f"algorithm.prompts_per_step x group_size = {algorithm.prompts_per_step} x {algorithm.group_size}"
-    if samples % algorithm.num_mini_batches:
+    if algorithm.prompts_per_step % algorithm.num_mini_batches:
         return [
-            f"{product} = {samples} samples cannot be cut into `algorithm.num_mini_batches` = "
-            f"{algorithm.num_mini_batches} equal mini batches; choose a divisor of {samples}"
+            f"`algorithm.prompts_per_step` = {algorithm.prompts_per_step} groups cannot be cut into "
+            f"`algorithm.num_mini_batches` = {algorithm.num_mini_batches} mini batches of equally many groups; "
+            f"choose a divisor of {algorithm.prompts_per_step}"
         ]
     if samples // algorithm.num_mini_batches % data_parallel:
         return [

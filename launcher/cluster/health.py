@@ -6,7 +6,6 @@ written; on one file server all nodes are then within twice `MAX_SKEW_S` of each
 """
 
 import os
-import resource
 import shutil
 import socket
 import time
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from history.own_files import opener
-from launcher.cluster.node import command_output, node_resources, package_versions
+from launcher.cluster.node import command_output, node_resources, package_versions, raise_open_files
 from launcher.config.schema import RunConfig
 
 MAX_SKEW_S = 0.5
@@ -70,9 +69,10 @@ class NodeFacts:
 def node_facts(needs: NodeNeeds, canary: Path) -> NodeFacts:
     """Facts of this node; `canary` is a file in the run directory that is written here."""
     canary.parent.mkdir(parents=True, exist_ok=True)
+    begun_s = time.time()
     with open(canary, "w", encoding="utf-8", opener=opener) as file:
         file.write(socket.gethostname())
-    skew_s = time.time() - canary.stat().st_mtime
+    skew_s = clock_difference_s(begun_s, canary.stat().st_mtime, time.time())
     listed = command_output(["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"])
     return NodeFacts(
         node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
@@ -82,9 +82,18 @@ def node_facts(needs: NodeNeeds, canary: Path) -> NodeFacts:
         gpu_processes=tuple(line.strip() for line in listed.splitlines() if line.strip()),
         shm_bytes=shutil.disk_usage("/dev/shm").free,
         disk_bytes=shutil.disk_usage(needs.temp_dir).free,
-        open_files=_raise_open_files(),
+        open_files=raise_open_files(),
         clock_skew_s=skew_s,
     )
+
+
+def clock_difference_s(begun_s: float, written_s: float, ended_s: float) -> float:
+    """The least difference of two clocks that explains when a file was written: 0 between begin and end. Pure.
+
+    `written_s` is by the clock of the file server, the others are by that of the node. A slow file system is no wrong
+    clock.
+    """
+    return ended_s - written_s if written_s > ended_s else max(begun_s - written_s, 0.0)
 
 
 def node_problems(facts: NodeFacts, needs: NodeNeeds) -> list[str]:
@@ -166,9 +175,3 @@ def choose_nodes(
         spares=tuple(healthy[num_nodes:]) if enough else (),
         left_out=tuple(f"{node}: {'; '.join(found)}" for node, found in by_node.items() if found),
     )
-
-
-def _raise_open_files() -> int:
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard if hard != resource.RLIM_INFINITY else 1 << 30

@@ -2,7 +2,8 @@
 
     token        Ray's token, mode 600
     checks/NODE.json    facts of a node and its problems
-    pairs/NODE.address  where a node listens while nodes try to reach each other; NODE.done after its own tries
+    pairs/NODE.address  where a node listens while nodes try to reach each other
+    pairs/NODE.done     the nodes that this one has waited for and tried to reach
     rendezvous   address and port of the all-reduce over nodes
     allocated    names of all nodes of the job, a line each
     nodes        names of the nodes with Ray, a line each: Ray's head, the others of the run, spare nodes
@@ -22,6 +23,7 @@ import json
 import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -89,14 +91,22 @@ class JobFolder:
         return (self.path / "nodes").read_text(encoding="utf-8").split()
 
     def is_over(self) -> bool:
-        """Whether the run has ended."""
-        return (self.path / "over").exists()
+        """Whether the run has ended. Files that cannot be looked at for a moment have not changed."""
+        with suppress(OSError):
+            return (self.path / "over").exists()
+        return False
 
     def must_end(self) -> bool:
         """Whether nodes ended Ray before the run had ended, and the run cannot go on without them.
 
-        It cannot without Ray's head. What the loss of another node means, a run that has begun decides itself.
+        It cannot without Ray's head. What the loss of another node means, a run that has begun decides itself. A file
+        system that fails for a moment, as while its client reconnects, ends nothing: callers ask again.
         """
+        with suppress(OSError):
+            return self._must_end()
+        return False
+
+    def _must_end(self) -> bool:
         lost = [path.name for path in (self.path / "lost").glob("*")]
         if (self.path / "node_lost").exists() or self._head_name() in lost:
             return True

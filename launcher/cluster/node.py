@@ -5,6 +5,7 @@ Reads only `/proc`, the package metadata, git and `nvidia-smi`; imports no accel
 
 import os
 import platform
+import resource
 import shutil
 import subprocess
 import sys
@@ -32,6 +33,8 @@ the slowest one. Ray also prestarts a worker per core; our actors use none of th
 environment."""
 RAY_START_TRIES = 3
 """Starts of Ray on a node. Its time limits for a start are fixed (Ray 2.60: `node.py`) and short for a busy machine."""
+COMMAND_TIMEOUT_S = 60.0
+"""Of a command that tells facts: `nvidia-smi` wakes every device where drivers do not persist."""
 END_OF_RAY = "end of Ray"
 """Name of the thread in which Ray ends."""
 
@@ -202,10 +205,17 @@ def memory_kills() -> int:
     return 0
 
 
+def raise_open_files() -> int:
+    """Raise this process's soft limit of open files to the hard one, which children inherit; the new limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard if hard != resource.RLIM_INFINITY else 1 << 30
+
+
 def command_output(command: Sequence[str]) -> str:
     """Standard output of `command`; empty if it fails."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
     return done.stdout.strip()

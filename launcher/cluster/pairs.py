@@ -32,7 +32,10 @@ class Endpoint:
 
 
 def unreachable_nodes(folder: Path, here: Endpoint, nodes: Sequence[str], *, timeout_s: float) -> list[str]:
-    """The `nodes` that this node cannot connect to; nodes that never appear in `folder` are left out.
+    """The `nodes` that this node cannot connect to.
+
+    Nodes that never appear in `folder` are left out. So are nodes that have stopped to listen without having waited for
+    this one: its check started late, as where an image is unpacked first. The sum over nodes tests such pairs.
 
     Args:
         folder: seen by all nodes; empty at the start.
@@ -52,9 +55,9 @@ def unreachable_nodes(folder: Path, here: Endpoint, nodes: Sequence[str], *, tim
         replace_text(folder / f"{here.node}.address", f"{here.address} {here.port}\n")
         present = _wait_for(folder, "address", nodes, timeout_s)
         failed = [node for node in present if not _connects(folder / f"{node}.address")]
-        (folder / f"{here.node}.done").touch()
+        replace_text(folder / f"{here.node}.done", "".join(f"{node}\n" for node in present))
         _wait_for(folder, "done", present, timeout_s)  # others still connect to this node
-    return failed
+    return [node for node in failed if not _has_gone(folder / f"{node}.done", here.node)]
 
 
 def reduce_over_nodes(
@@ -113,6 +116,11 @@ def _wait_for(folder: Path, suffix: str, nodes: Sequence[str], timeout_s: float)
         if len(present) == len(nodes) or time.monotonic() > deadline:
             return present
         time.sleep(_POLL_S)
+
+
+def _has_gone(file: Path, node: str) -> bool:
+    """Whether the writer of this file stopped listening without having waited for `node`."""
+    return file.exists() and node not in file.read_text(encoding="utf-8").split()
 
 
 def _connects(file: Path) -> bool:

@@ -188,8 +188,16 @@ def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
 
 
 def other_nodes(names: Collection[str]) -> tuple[NodeResources, ...]:
-    """Nodes of the joined Ray cluster that are alive and not among `names`; errors as for `ask_nodes`."""
-    return ask_nodes([node for node in _in_order() if node.name not in names])
+    """Nodes of the joined Ray cluster that are alive, answer and are not among `names`.
+
+    A node that does not answer is left out with a warning: it may have died together with the node that is to be
+    replaced, and then another one replaces that.
+    """
+    nodes = [node for node in _in_order() if node.name not in names]
+    answers = _answers(nodes)
+    if silent := [node.name for node, answer in zip(nodes, answers, strict=True) if answer is None]:
+        _log.warning("%s did not tell their resources and are not used", ", ".join(silent))
+    return tuple(answer for answer in answers if answer is not None)
 
 
 def silent_nodes(node_ids: Mapping[str, str]) -> list[str]:
@@ -316,7 +324,17 @@ def ask_nodes(alive: "Sequence[_RayNode]") -> tuple[NodeResources, ...]:
     Raises:
         DeadlineError: a node did not answer in `ANSWER_TIMEOUT_S`.
     """
-    names = [node.name for node in alive]
+    answers = _answers(alive)
+    if silent := [node.name for node, answer in zip(alive, answers, strict=True) if answer is None]:
+        raise DeadlineError(
+            f"the controller waited {ANSWER_TIMEOUT_S:.0f} s for {', '.join(silent)} to tell their resources; see the "
+            "log of Ray there"
+        )
+    return tuple(answer for answer in answers if answer is not None)
+
+
+def _answers(nodes: "Sequence[_RayNode]") -> list[NodeResources | None]:
+    """Resources of these nodes, in their order; None of one that died, or did not answer in `ANSWER_TIMEOUT_S`."""
     ask = ray.remote(node_resources)
     answers = [
         ask.options(
@@ -324,20 +342,21 @@ def ask_nodes(alive: "Sequence[_RayNode]") -> tuple[NodeResources, ...]:
             runtime_env={"env_vars": ALL_DEVICES},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
         ).remote()
-        for node in alive
+        for node in nodes
     ]
     done, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWER_TIMEOUT_S) if answers else ([], [])
-    late = [name for name, answer in zip(names, answers, strict=True) if answer not in done]
-    if late:
-        raise DeadlineError(
-            f"the controller waited {ANSWER_TIMEOUT_S:.0f} s for {', '.join(late)} to tell their resources; see the "
-            "log of Ray there"
-        )
-    resources: list[NodeResources] = ray.get(answers)
-    return tuple(
-        replace(answer, name=node.name, rack=node.labels.get("rack", ""), block=node.labels.get("block", ""))
-        for node, answer in zip(alive, resources, strict=True)
-    )
+    told = set(done)
+    return [_answer(ref, node) if ref in told else None for node, ref in zip(nodes, answers, strict=True)]
+
+
+def _answer(ref: ray.ObjectRef, node: "_RayNode") -> NodeResources | None:
+    """Resources with what Ray knows of their node; None, and a warning, if the node could not tell them."""
+    try:
+        resources: NodeResources = ray.get(ref)
+    except ray.exceptions.RayError as error:
+        _log.warning("%s cannot tell its resources: %s", node.name, error)
+        return None
+    return replace(resources, name=node.name, rack=node.labels.get("rack", ""), block=node.labels.get("block", ""))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

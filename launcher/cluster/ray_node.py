@@ -23,7 +23,7 @@ import psutil
 from history.index.segments_dir import sweep_segments
 from history.own_files import opener
 from launcher.cluster.job_folder import Head, JobFolder
-from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES
+from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES, raise_open_files
 from launcher.cluster.ports import PortMap
 from rollout.processes import send_signal
 from rollout.transports.shm_files import sweep
@@ -108,6 +108,7 @@ def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
         ends.append(number)
 
     signal.signal(signal.SIGTERM, note)
+    raise_open_files()  # Ray and all processes of the run inherit it; sessions often begin with 1,024
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         for tries_left in reversed(range(RAY_START_TRIES)):

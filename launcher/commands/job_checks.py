@@ -20,8 +20,9 @@ from rollout.failures import DeadlineError
 
 PAIRS_TIMEOUT_S = 30.0
 """For which a node waits for the others before it tries to reach them."""
-REDUCE_TIMEOUT_S = 120.0
-"""Of the all-reduce over nodes, the imports of torch included."""
+REDUCE_TIMEOUT_S = 600.0
+"""Of the all-reduce over nodes. Nodes import torch first, some from a cold cache of a busy file system. The sum itself
+has half of the time."""
 _POLL_S = 0.5
 
 

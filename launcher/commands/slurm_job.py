@@ -114,7 +114,8 @@ def _run(folder: JobFolder, head: Head, *, first_step: int) -> int:
     start = StartPhases(phases=read_phases(folder.phases))
     while run.poll() is None:
         time.sleep(_POLL_S)
-        with suppress(RunDirectoryError):  # a status of another version, which the run replaces
+        # a status of another version, which the run replaces; or a file system that fails for a moment
+        with suppress(RunDirectoryError, OSError):
             for text in start.follow(read_now(folder.run_dir), first_step=first_step):
                 say(text)
         if told_s is None and (folder.is_over() or folder.must_end()):

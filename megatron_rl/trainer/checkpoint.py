@@ -230,13 +230,17 @@ def load_reference(path: Path, policy: LearnedModel, reference: Reference) -> No
 
 
 def _sharded_reference(policy: LearnedModel, reference: Reference) -> dict[str, object]:
-    """The policy's sharded weights with the reference's tensors in their places."""
+    """The policy's sharded weights with the reference's tensors in their places. RuntimeError if one has no place."""
     (chunk,) = policy.chunks
     entries = chunk.module.sharded_state_dict()
     held = reference.weights()
-    of_parameter = {id(parameter): held[name] for name, parameter in chunk.module.named_parameters()}
+    of_parameter = {id(parameter): name for name, parameter in chunk.module.named_parameters()}
+    missing = set(of_parameter.values())
     for entry in nested_values(entries):
-        if (weight := of_parameter.get(id(entry.data))) is not None:
-            entry.data = weight
+        if (name := of_parameter.get(id(entry.data))) is not None:
+            entry.data = held[name]
+            missing.discard(name)
+    if missing:  # their entries would keep the policy's weights
+        raise RuntimeError(f"the sharded state has no entry of {sorted(missing)}: the reference cannot be kept")
     dict_list_map_inplace(_without_objects, entries)
     return {"model": entries}

@@ -67,7 +67,10 @@ def further_columns(
     """Columns of every micro batch by mini batch; a collective. Empty columns before the last stage.
 
     All mini batches are scored together: a reference in host memory is exchanged once, and a pipeline is filled once.
+    Without mini batches, which is so on all ranks alike, nothing is scored.
     """
+    if not mini_batches:
+        return []
     together = _columns([micro for mini in mini_batches for micro in mini.micro_batches], models, needed)
     columns = iter(together)
     return [[next(columns) for _ in mini.micro_batches] for mini in mini_batches]

@@ -91,7 +91,7 @@ BROKEN = {
     "mini batches do not divide": (
         "dapo-qwen2.5-32b-16n8g",
         ("algorithm.prompts_per_step=500",),
-        ("500 x 16 over 16 mini batches", "`trainer.parallel.data` = 8; lower `algorithm.num_mini_batches`"),
+        ("`algorithm.prompts_per_step` = 500 groups", "a divisor of 500"),
     ),
     "FP8 products on A100": (
         "grpo-qwen2.5-7b-int8-1n8g-a100",

@@ -33,6 +33,12 @@ fi
 # an unhealthy node, or one whose Ray has ended, must not take the healthy ones with it.
 alone=(--kill-on-bad-exit=0 --wait=0)
 
+# Seconds of a step in which a node may hang: behind a wedged driver or file system a process does not even end by SIGKILL.
+# Nodes may unpack an image first. Afterwards the job goes on with the nodes that have answered.
+check_limit_s=900
+reduce_limit_s=1500
+within() { timeout --kill-after=30 "$@"; }
+
 # Sets `step` to the command that runs a part of the job once on each of the named nodes.
 prepare() {
   local nodes=$1 count=$2 part=$3
@@ -122,7 +128,7 @@ if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
 fi
 prepare "$SLURM_JOB_NODELIST" "$SLURM_JOB_NUM_NODES" check
 tries=0
-until "${step[@]}" || compgen -G "$job_dir/checks/*.json" > /dev/null; do # a check that fails has written its record
+until within "$check_limit_s" "${step[@]}" || compgen -G "$job_dir/checks/*.json" > /dev/null; do # a check that fails has written its record
   tries=$((tries + 1))
   [ "$tries" -lt 6 ] || break
   say "SLURM cannot start a step on these nodes (a node may have just come back); tries again in 10 s"
@@ -137,8 +143,12 @@ if [ "$num_nodes" -gt 1 ]; then
   phase "all-reduce"
   say "sums a number over $nodes"
   prepare "$nodes" "$num_nodes" reduce
-  "${step[@]}" || {
+  within "$reduce_limit_s" "${step[@]}" || {
     code=$?
+    if [ "$code" -eq 124 ] || [ "$code" -eq 137 ]; then
+      say "the sum has no result after $reduce_limit_s s; ends it"
+      code=5 # a deadline passed
+    fi
     if [ -n "$(sinfo --noheader --nodes="$nodes" --states=down --format=%N)" ]; then
       code=9 # a node has died since the checks
     fi

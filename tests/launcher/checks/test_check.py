@@ -35,7 +35,8 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
         (["sampling.top_k=20"], ["`sampling.top_k` = 20", "need 0"]),
         (["deterministic=true", "engine.num_engines=2"], ["`deterministic` = true", "`engine.num_engines` = 2"]),
         (["deterministic=true", "planner.policy=flexible"], ["`deterministic` = true", "`planner.policy` = flexible"]),
-        (["algorithm.num_mini_batches=7"], ["64 x 8 = 512", "`algorithm.num_mini_batches` = 7"]),
+        (["algorithm.num_mini_batches=7"], ["= 64 groups", "`algorithm.num_mini_batches` = 7", "a divisor of 64"]),
+        (["algorithm.num_mini_batches=128"], ["`algorithm.prompts_per_step` = 64 groups", "a divisor of 64"]),
         (["trainer.parallel.data=3"], ["512", "`trainer.parallel.data` = 3"]),
         (["algorithm.group_size=1"], ["`algorithm.group_size` = 1", "2 or more"]),
         (
@@ -46,6 +47,16 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["algorithm.correction.mode=icepop_sequence", "algorithm.correction.low=2"],
             ["`algorithm.correction.low` = 2.0", "keeps weights between the two"],
         ),
+        (
+            ["algorithm.correction.rejections=[{statistic: seq_mean_k1, high: 0.01}]"],
+            ["rejections[0]`: seq_mean_k1 keeps ratios from 100 to 0.01", "set high above 1 and low below 1"],
+        ),
+        (
+            ["algorithm.correction.rejections=[{statistic: token_k1, high: 4, low: 2}]"],
+            ["rejections[0]`: token_k1 keeps ratios from 2 to 4, without the ratio 1"],
+        ),
+        (["algorithm.correction.veto_ratio=1e4"], ["`algorithm.correction.veto_ratio` = 10000", "far below 1"]),
+        (["algorithm.loss.dual_clip=0.5"], ["`algorithm.loss.dual_clip` = 0.5", "set dual_clip above 1"]),
         (
             ["algorithm.loss=gspo"],
             ["`algorithm.loss` = gspo with `algorithm.aggregation` = token_mean", "set aggregation to sequence_mean"],
@@ -97,6 +108,14 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
                 "`algorithm.filter` = zero_variance: the rewards of a group of one are always equal",
                 "set filter to none",
             ],
+        ),
+        (
+            ["algorithm.max_refill=2", "algorithm.advantage=tests.megatron_rl.algorithm.own_functions.of_batch"],
+            ["of_batch: its advantages are known once all groups of the step are", "set max_refill to 0"],
+        ),
+        (
+            ["algorithm.group_size=1", "algorithm.advantage=tests.megatron_rl.algorithm.own_functions.of_tokens"],
+            ["of_tokens and `algorithm.filter` = zero_variance", "set filter to none"],
         ),
         (
             ["algorithm.entropy.coefficient=0.2", "algorithm.entropy.target=1"],

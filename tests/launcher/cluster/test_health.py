@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.health import NodeFacts, NodeNeeds, choose_nodes, node_facts, node_problems
+from launcher.cluster.health import NodeFacts, NodeNeeds, choose_nodes, clock_difference_s, node_facts, node_problems
 from launcher.cluster.node import package_versions
 
 NEEDS = NodeNeeds(
@@ -49,6 +49,15 @@ def test_this_node_is_read(tmp_path: Path) -> None:
     needs = replace(NEEDS, paths=(str(tmp_path), "/no/such"), packages=package_versions(), num_gpus=0, shm_bytes=1)
     facts = node_facts(needs, tmp_path / "checks" / "me.canary")
     assert facts.unreadable == ("/no/such",) and abs(facts.clock_skew_s) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("written_s", "difference_s"),
+    [(100.0, 0.0), (103.0, 0.0), (107.5, 0.0), (99.0, 1.0), (109.5, -2.0)],
+    ids=["at the begin", "between", "at the end", "before the begin", "after the end"],
+)
+def test_a_slow_file_system_is_no_wrong_clock(written_s: float, difference_s: float) -> None:
+    assert clock_difference_s(100.0, written_s, 107.5) == difference_s
 
 
 def test_the_first_healthy_nodes_are_chosen_and_the_others_named() -> None:

@@ -35,6 +35,24 @@ def test_the_sum_over_two_nodes_is_right() -> None:
     assert [done.result() for done in sums] == ["a sum over 2 node(s) is right by gloo"] * 2
 
 
+@pytest.mark.parametrize(
+    ("waited_for", "unreachable"),
+    [("n1\n", []), ("n1\nn2\n", ["n1"]), (None, ["n1"])],
+    ids=["has gone", "has waited", "has not ended its tries"],
+)
+def test_a_node_that_did_not_wait_for_a_late_one_is_not_unreachable(
+    tmp_path: Path, waited_for: str | None, unreachable: list[str]
+) -> None:
+    """Nothing listens at the port of n1. If it stopped before n2 came, that is no fault of the network."""
+    ports = free_ports(14)
+    (tmp_path / "n1.address").write_text(f"127.0.0.1 {ports.base}\n")
+    if waited_for is not None:
+        (tmp_path / "n1.done").write_text(waited_for)
+    late = Endpoint(node="n2", address="127.0.0.1", port=ports.base + 1)
+    assert unreachable_nodes(tmp_path, late, ["n1", "n2"], timeout_s=0.1) == unreachable
+    assert (tmp_path / "n2.done").read_text().split() == ["n1", "n2"]
+
+
 @pytest.mark.slow
 def test_a_node_that_does_not_take_part_ends_the_sum_with_its_deadline() -> None:
     rendezvous = ["127.0.0.1", str(free_ports(13).rendezvous)]

@@ -15,9 +15,9 @@ from ray._private import ray_constants
 from ray._raylet import AuthenticationMode
 
 from launcher.cluster import ray_cluster, ray_limits
-from launcher.cluster.node import RAY_START_TRIES
+from launcher.cluster.node import RAY_START_TRIES, NodeResources
 from launcher.cluster.processes import Processes
-from launcher.cluster.ray_cluster import natural_order, start_ray
+from launcher.cluster.ray_cluster import _RayNode, natural_order, start_ray
 from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError
 from rollout.failures import DeadlineError
@@ -160,6 +160,19 @@ def test_a_joined_cluster_that_asks_for_no_token_is_named(
     assert ray_cluster.joined_nodes(ClusterConfig(address="10.0.0.1:6379")) == ()
     said = [record.getMessage() for record in caplog.records]
     assert ["`cluster.address` = 10.0.0.1:6379 asks for no token" in line for line in said] == [True] * is_said
+
+
+def test_a_spare_node_that_does_not_answer_is_left_out_and_a_node_of_the_run_is_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes = [_RayNode(node_id=name, name=name, labels={}) for name in ("n1", "n2", "n3")]
+    told = NodeResources(cpu_cores=1, available_bytes=1, gpu_bytes=(), name="n3")
+    monkeypatch.setattr(ray_cluster, "_in_order", lambda: nodes)
+    monkeypatch.setattr(ray_cluster, "_answers", lambda asked: [told if node.name == "n3" else None for node in asked])
+    assert ray_cluster.other_nodes(["n1"]) == (told,)
+    assert ["n2 did not tell their resources" in record.getMessage() for record in caplog.records] == [True]
+    with pytest.raises(DeadlineError, match=r"120 s for n1, n2 to tell their resources"):
+        ray_cluster.ask_nodes(nodes)
 
 
 def _raise(message: str) -> None:

@@ -1,5 +1,6 @@
 """Ray on one node: its command, and that nothing of it stays."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -65,18 +66,19 @@ def test_orphans_that_ignore_a_signal_are_ended_too() -> None:
 
 
 FAKE_RAY = """
-import sys, time
+import resource, sys, time
 from pathlib import Path
 folder, good_try = Path(sys.argv[1]), int(sys.argv[2])
 with (folder / "tries").open("a") as file:
     file.write("x")
 if len((folder / "tries").read_text()) < good_try:
     sys.exit(1)
+(folder / "open_files").write_text(str(resource.getrlimit(resource.RLIMIT_NOFILE)))
 (folder / "over").touch()
 time.sleep(600)
 """
 RUNS_FAKE_RAY = """
-import sys
+import resource, sys
 from dataclasses import replace
 from pathlib import Path
 import launcher.cluster.ray_node as module
@@ -84,6 +86,8 @@ from launcher.cluster.job_folder import JobFolder
 from tests.launcher.cluster.test_ray_node import FAKE_RAY, HEAD, folder_of
 path = Path(sys.argv[1])
 folder = folder_of(path, "node6", "node7", begun=sys.argv[3] == "True")
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
 module.ray_command = lambda node: [sys.executable, "-c", FAKE_RAY, *sys.argv[1:3]]
 module.sweep = module.sweep_segments = lambda: None
 code = module.run_ray(replace(HEAD, temp_dir=path / "temp"), folder, log=path / "logs" / "ray.log")
@@ -104,6 +108,9 @@ def test_ray_that_ends_before_the_run_has_begun_is_started_again(
     *said, last = done.stdout.splitlines()
     assert last == told, done.stdout
     assert len(said) == int(told.split()[1]) - 1 and all("is started again" in line for line in said)
+    if (limits := tmp_path / "open_files").exists():  # Ray has run
+        soft, hard = json.loads(limits.read_text().replace("(", "[").replace(")", "]"))
+        assert soft == hard, "Ray starts with as many open files as the check of the node has seen"
 
 
 def test_nobody_waits_for_the_head_of_a_run_that_is_over(tmp_path: Path) -> None:
@@ -140,6 +147,30 @@ def test_a_run_that_has_begun_goes_on_without_a_node_but_not_without_rays_head(
     for node in lost:
         folder.note_lost_node(node)
     assert folder.must_end() is ends
+
+
+def test_a_file_system_that_fails_for_a_moment_ends_nothing(tmp_path: Path) -> None:
+    """A name that is too long stands for any error that `Path.exists` raises."""
+    folder = JobFolder(path=tmp_path / ("long" * 100))
+    with pytest.raises(OSError, match="too long"):
+        (folder.path / "over").exists()
+    assert not folder.is_over() and not folder.must_end()
+
+
+RAISES_OPEN_FILES = """
+import resource, subprocess, sys
+from launcher.cluster.node import raise_open_files
+_, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (hard // 2, hard))
+limit = raise_open_files()
+child = subprocess.run(["bash", "-c", "ulimit -n"], capture_output=True, text=True, check=True)
+print(limit == hard == int(child.stdout))
+"""
+
+
+def test_children_inherit_the_raised_limit_of_open_files() -> None:
+    done = subprocess.run([sys.executable, "-c", RAISES_OPEN_FILES], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "True"
 
 
 def test_only_a_run_in_a_job_notes_its_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

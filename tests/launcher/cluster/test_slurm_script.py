@@ -92,6 +92,15 @@ def test_a_task_that_ends_never_ends_the_others_of_its_step() -> None:
     assert "alone=(--kill-on-bad-exit=0 --wait=0)" in lines
 
 
+def test_a_node_that_hangs_in_a_check_holds_the_job_for_a_limited_time() -> None:
+    script = render(SlurmConfig(nodes=4), SUBMISSION)
+    assert 'until within "$check_limit_s" "${step[@]}"' in script and 'within "$reduce_limit_s" "${step[@]}"' in script
+    (within,) = (line for line in script.splitlines() if line.startswith("within()"))
+    hangs = subprocess.run(["bash", "-c", f"{within}\nwithin 0.2 sleep 600"], timeout=60, check=False)
+    fails = subprocess.run(["bash", "-c", f"{within}\nwithin 60 false"], timeout=60, check=False)
+    assert (hangs.returncode, fails.returncode) == (124, 1)
+
+
 @pytest.mark.parametrize(
     ("container", "python", "srun"),
     [

@@ -3,9 +3,10 @@
 import numpy as np
 
 from history.config import Config
-from megatron_rl.algorithm.advantages import GroupOutcome, Rewards
+from megatron_rl.algorithm.advantages import BatchOutcome, GroupOutcome, Rewards
 from megatron_rl.algorithm.columns import LossInputs, TokenLosses
 from megatron_rl.algorithm.plug_in import NoSettings, needs
+from megatron_rl.algorithm.token_advantages import TokenAdvantages, TokenOutcome
 
 
 class Quantile(Config):
@@ -23,6 +24,19 @@ def by_length(outcome: GroupOutcome, settings: NoSettings) -> Rewards:
     """Length minus the group's mean length; rewards do not count."""
     del settings
     return np.asarray(outcome.lengths - outcome.lengths.mean())
+
+
+def of_batch(outcome: BatchOutcome, settings: NoSettings) -> Rewards:
+    """Rewards minus their mean over the step."""
+    del settings
+    rewards = np.concatenate([group.rewards for group in outcome.groups])
+    return np.asarray(rewards - rewards.mean())
+
+
+def of_tokens(outcome: TokenOutcome, settings: NoSettings) -> TokenAdvantages:
+    """The reward of a token itself."""
+    del settings
+    return TokenAdvantages(advantages=outcome.rewards, returns=outcome.rewards, whiten=False)
 
 
 def mean(inputs: LossInputs, settings: NoSettings) -> TokenLosses:

@@ -334,8 +334,11 @@ def test_rejected_responses_change_nothing_but_that_they_are_missing(ranks, tmp_
         torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-3, msg=name)
 
 
-def test_the_schedule_advances_by_the_configured_updates_whatever_was_dropped(ranks, tmp_path):
-    algorithm = AlgorithmConfig(group_size=4, prompts_per_step=4, num_mini_batches=4)
+@pytest.mark.parametrize("further", [{}, {"kl": {"place": "loss"}}, {"advantage": {"name": "gae"}}], ids=str)
+def test_the_schedule_advances_by_the_configured_updates_whatever_was_dropped(ranks, tmp_path, further):
+    """Also with a reference or a critic, which then have nothing to score."""
+    sizes = {"group_size": 4, "prompts_per_step": 4, "num_mini_batches": 4}
+    algorithm = AlgorithmConfig.model_validate({**sizes, **further})
     save_model("qwen3", tmp_path)
     whole = batch_for(ParallelConfig(), algorithm)
     batches = [whole, replace(whole, mini_batches=whole.mini_batches[:1]), replace(whole, mini_batches=()), whole]

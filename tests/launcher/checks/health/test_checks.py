@@ -107,7 +107,7 @@ def test_a_blocked_port_and_a_silent_node_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "pair"
     folder.mkdir()
     (folder / "n2.address").write_text("127.0.0.1 1\n")  # nothing listens there
-    (folder / "n2.done").touch()
+    (folder / "n2.done").write_text("n1\nn2\n")  # it has waited for n1
     assert network_line(folder, here, ["n1", "n2"])[1][0].startswith("n1 cannot connect to n2; open the network")
 
 
