@@ -45,6 +45,8 @@ HEAD_TIMEOUT_S = 300.0
 END_TIMEOUT_S = 90.0
 """For which the run may end after it was told to; then it is killed."""
 _POLL_S = 0.5
+_START_POLL_S = 0.1
+"""Until the first step has ended: each of its phases is to be seen."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -113,7 +115,7 @@ def _run(folder: JobFolder, head: Head, *, first_step: int) -> int:
     told_s: float | None = None
     start = StartPhases(phases=read_phases(folder.phases))
     while run.poll() is None:
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S if start.done else _START_POLL_S)
         # a status of another version, which the run replaces; or a file system that fails for a moment
         with suppress(RunDirectoryError, OSError):
             for text in start.follow(read_now(folder.run_dir), first_step=first_step):
