@@ -22,7 +22,7 @@ class PastResponse:
     step: int
     """Step that sampled the response."""
     sample: int
-    """Index of the response within its group."""
+    """Number of the response among all that the step sampled for the prompt."""
     reward: float = math.nan
     """NaN until the response is scored, and for ever if the scoring failed."""
 

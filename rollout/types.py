@@ -91,6 +91,13 @@ class PromptGroup:
     """[G], one per response; see `rollout.seeds`."""
     purpose: str = TRAIN
     """`TRAIN`, or the name of an evaluation set."""
+    occurrence: int = 0
+    """Number of earlier groups of the prompt in the same step."""
+
+    @property
+    def first_in_visit(self) -> int:
+        """Number of the first response in the history's visit, which holds all groups of the prompt and step."""
+        return self.occurrence * len(self.seeds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -105,7 +105,7 @@ class Shard:
         self._measure()
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
-        """Store the rewards of a step's groups, by prompt key."""
+        """Store the rewards of a step's visits, by prompt key."""
         for key, group_rewards in rewards.items():
             self._store.note_rewards(key, step, group_rewards)
         self._measure()

@@ -4,6 +4,9 @@ A visit holds the responses of one prompt in one step. Responses arrive in any o
 replaces the earlier one of the same step and sample. A visit is *complete* when all its rewards and responses have
 arrived. Only a complete visit replaces older ones, because half a visit drafts worse than the visit before.
 
+The rewards of an evaluation's visit are all NaN. It replaces older ones like any other, but neither counts as a return
+nor tells the length of an epoch: evaluations come back far sooner than a training prompt does.
+
 Above the budget the store evicts the prompts of least value. A prompt's value per byte is the expected saving of its
 next visit over the expected wait. The saving is proportional to tokens times the share that the next visit repeats, and
 tokens cancel against bytes. The share is measured at the prompt's last return; before, the mean of all prompts is used.
@@ -65,7 +68,7 @@ ReuseShare = Callable[[Sequence[PastResponse], Sequence[PastResponse]], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Return:
-    """A prompt's return: its new visit is complete."""
+    """A training prompt's return: its new visit is complete."""
 
     mean_length_before: float
     mean_length: float
@@ -104,6 +107,11 @@ class _Visit:
     """Empty until the rewards arrive."""
     is_finished: bool = False
     """The visit is complete and has replaced older ones."""
+
+    @property
+    def is_rewarded(self) -> bool:
+        """Whether a response has a reward; none has in an evaluation."""
+        return not all(map(math.isnan, self.rewards))
 
     @property
     def is_complete(self) -> bool:
@@ -174,19 +182,24 @@ class PromptStore:
             self._evict()
 
     def note_rewards(self, prompt_key: int, step: int, rewards: Sequence[float]) -> None:
-        """Store all rewards of a visit, [G], in the order of its samples; NaN for a response without a reward.
+        """Store rewards of a visit, in the order of its samples; NaN where there is none, or where it was noted before.
 
-        Rewards of an unknown visit are ignored.
+        Groups of a prompt that is drawn twice in a step share a visit, and may be scored at different times. Rewards
+        of an unknown visit are ignored.
         """
         with self._lock:
             past = self._prompts.get(prompt_key)
             visit = next((v for v in past.visits if v.step == step), None) if past is not None else None
             if past is None or visit is None:
                 return
-            visit.rewards = tuple(rewards)
+            visit.rewards = tuple(
+                before if math.isnan(reward) else reward
+                for before, reward in itertools.zip_longest(visit.rewards, rewards, fillvalue=math.nan)
+            )
             for sample, response in visit.responses.items():
-                if sample < len(rewards):
-                    visit.responses[sample] = replace(response, reward=rewards[sample])
+                if sample < len(visit.rewards):
+                    visit.responses[sample] = replace(response, reward=visit.rewards[sample])
+            self._note_interval(past, visit)
             self._finish_visit(past, visit)
             self._changed(prompt_key, past)
 
@@ -199,6 +212,7 @@ class PromptStore:
             for visit in past.visits:
                 visit.rewards = tuple(response.reward for response in visit.ordered())
                 visit.is_finished = True
+                self._note_interval(past, visit)
             self._forget(prompt_key)
             if past.visits:
                 self._prompts[prompt_key] = past
@@ -281,20 +295,23 @@ class PromptStore:
 
     def _begin_visit(self, past: _Past, step: int) -> _Visit:
         visit = _Visit(step=step)
-        before = past.visits[-1].step if past.visits else -1
-        if 0 <= before < step:  # steps below 0 are another run's, so the interval means nothing
-            self._longest_interval = max(self._longest_interval, step - before)
         past.visits = sorted([*past.visits, visit], key=lambda v: v.step)[-self._kept_steps - 1 :]
         self._first_step = step if self._first_step is None else min(self._first_step, step)
         self._last_step = max(self._last_step, step)
         return visit
 
+    def _note_interval(self, past: _Past, visit: _Visit) -> None:
+        """Learn the length of an epoch from two visits with rewards; those with steps below 0 are another run's."""
+        earlier = [v.step for v in past.visits if 0 <= v.step < visit.step and v.is_rewarded]
+        if earlier and visit.is_rewarded:
+            self._longest_interval = max(self._longest_interval, visit.step - earlier[-1])
+
     def _finish_visit(self, past: _Past, visit: _Visit) -> None:
-        """If `visit` is the newest visit and has become complete, record the return and drop the visits it replaces."""
+        """If `visit` is the newest visit and has become complete, drop the visits it replaces, and record a return."""
         if visit.is_finished or not visit.is_complete or visit is not past.visits[-1]:
             return
         visit.is_finished = True
-        if len(past.visits) > 1:
+        if len(past.visits) > 1 and visit.is_rewarded:
             self._note_return(past, past.visits[-2], visit)
         past.visits = past.visits[-self._kept_steps :]
 
@@ -346,7 +363,7 @@ class PromptStore:
         return values
 
     def _epoch_steps(self) -> float:
-        """Length of an epoch: the longest interval seen, or the whole time before the first return.
+        """Length of an epoch: the longest interval of training prompts, or the whole time before the first return.
 
         The estimate may be twice too long, on purpose. A mean of intervals is far too short at the start of an epoch
         and would evict the prompts that are about to return.

@@ -176,7 +176,7 @@ class HistoryService:
             self._pending.append(reader.mark_filled.remote())
 
     def note_rewards(self, step: int, rewards: Mapping[int, Sequence[float]]) -> None:
-        """Send the rewards of a step's groups to the shards, by prompt key, [G] each; NaN where there is none."""
+        """Send the rewards of a step's visits to the shards, by prompt key; NaN where there is none."""
         for number, shard in enumerate(self.shards):
             shard_rewards = {key: tuple(group) for key, group in rewards.items() if key % len(self.shards) == number}
             if shard_rewards:

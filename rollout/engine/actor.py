@@ -181,7 +181,7 @@ class EngineActor:
         self._engine.on_response_ended(self._history_sender.put)
 
     async def history_figures(self) -> tuple[DraftStats, int]:
-        """Draft counters since the last call, and batches of responses that no shard received, since the start."""
+        """Draft counters since the last call, and calls that no shard received, since the start."""
         num_lost = self._history_sender.num_lost_calls if self._history_sender is not None else 0
         return await self._engine.draft_stats(), num_lost
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 from vllm.outputs import RequestOutput
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.output_processor import RequestOutputCollector
 
 from history.drafting.stats import DraftStats
 from rollout.engine.async_llm import LlmHandle
@@ -67,7 +68,9 @@ class Engine:
         self.spec = spec
         self._handle = LlmHandle(spec.name)
         self._ledger = ResponseLedger()
-        self.weights = EngineWeights(spec, self._handle, self._ledger, self._sync_vllm)
+        self.weights = EngineWeights(
+            spec, self._handle, self._ledger, sync_vllm=self._sync_vllm, submit_again=self._submit_again
+        )
         self._ordered_start: OrderedStart | None = None
         self._is_paused = False
         self._num_requests = 0
@@ -202,10 +205,18 @@ class Engine:
                 await ordered_start.enter(group.group_id)
 
     async def _submit(self, group: PromptGroup, sample: int, earlier: Finished) -> Response:
+        salt = self.weights.salt
+        queue = await self._request(group, sample, earlier, salt)
+        response = Response(group=group, sample=sample, queue=queue, salt=salt, before=earlier)
+        self._ledger.add(response)
+        return response
+
+    async def _request(self, group: PromptGroup, sample: int, earlier: Finished, salt: str) -> RequestOutputCollector:
+        """Ask vLLM for the rest of a response."""
         self._num_requests += 1
-        queue = await self._llm.add_request(
+        return await self._llm.add_request(
             f"{group.group_id}-{self._num_requests}",
-            token_prompt(np.concatenate([group.prompt.token_ids, earlier.response_ids]), salt=self.weights.salt),
+            token_prompt(np.concatenate([group.prompt.token_ids, earlier.response_ids]), salt=salt),
             sampling_params(
                 group.sampling,
                 group.seeds[sample],
@@ -214,20 +225,41 @@ class Engine:
                 emitted=len(earlier.response_ids),
             ),
         )
-        response = Response(
-            group_id=group.group_id, num_prompt_tokens=len(group.prompt.token_ids), queue=queue, before=earlier
-        )
-        self._ledger.add(response)
-        return response
+
+    async def _submit_again(self) -> None:
+        """Replace the requests without a token that have an outdated salt; vLLM is paused."""
+        async with self._submitting:  # a group that was being submitted has read the old salt
+            salt = self.weights.salt
+            for response in self._ledger.salted_otherwise(salt):
+                if vllm_compat.num_emitted_tokens(self._llm, response.request_id) == 0:
+                    await self._replace_request(response, salt)
+
+    async def _replace_request(self, response: Response, salt: str) -> None:
+        """Give a response another request, with this salt, unless it is aborted meanwhile."""
+        replaced = response.request_id
+        queue = await self._request(response.group, response.sample, response.before, salt)
+        if vllm_compat.num_emitted_tokens(self._llm, replaced) is None:
+            await self._llm.abort([queue.request_id], internal=True)
+            return
+        response.queue, response.salt = queue, salt
+        await self._llm.abort([replaced], internal=True)
 
     async def _collect(self, group: PromptGroup, sample: int, response: Response) -> Finished:
-        output = response.queue.get_nowait() or await response.queue.get()
-        assert isinstance(output, RequestOutput)
+        output = await self._output(response)
         finished = self._ledger.finish(response, output, self.weights.version)
         await self._count_ended(1)
         if self._on_ended is not None:
             self._on_ended(group, sample, finished.response_ids, finished.reason)
         return finished
+
+    async def _output(self, response: Response) -> RequestOutput:
+        """Wait until a response ends; a replaced request ends before its response does."""
+        while True:
+            queue = response.queue
+            output = queue.get_nowait() or await queue.get()
+            if queue is response.queue:
+                assert isinstance(output, RequestOutput)
+                return output
 
     async def _count_ended(self, count: int) -> None:
         async with self._ended:
@@ -249,7 +281,7 @@ class Engine:
         return [
             InFlight(
                 group_id=group_id,
-                num_prompt_tokens=responses[0].num_prompt_tokens,
+                num_prompt_tokens=len(responses[0].group.prompt.token_ids),
                 emitted=tuple(
                     len(response.before.response_ids)
                     + (vllm_compat.num_emitted_tokens(self._llm, response.request_id) or 0)

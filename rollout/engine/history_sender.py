@@ -3,18 +3,23 @@
 Responses are collected for up to `DELAY_S`, or until a group is finished, and leave as one object per shard. No caller
 waits for their arrival: batches to a dead shard are counted and dropped.
 
+Rewards of training groups come from the controller, which completes their visits. Those of an evaluation are not kept,
+so the sender says that none will come.
+
 Invariant: every call returns at once; a response is sent at most once.
 """
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
 
 import ray
 
 from history.store.response_batch import ResponseBatch
 from history.types import PastResponse, prompt_key
-from rollout.types import FinishReason, GroupId, PromptGroup, TokenIds
+from rollout.types import TRAIN, FinishReason, GroupId, PromptGroup, TokenIds
 
 DELAY_S = 0.2
 """Longest time for which a finished response waits for others."""
@@ -31,17 +36,19 @@ class HistorySender:
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self.num_lost_calls = 0
-        """Batches that no shard received, since the start."""
+        """Calls that no shard received, since the start."""
 
     def put(self, group: PromptGroup, sample: int, response_ids: TokenIds, reason: FinishReason) -> None:
         """Queue a response that has ended; an aborted response is incomplete and is not sent."""
         if reason is not FinishReason.ABORT:
-            response = PastResponse(token_ids=response_ids, step=group.step, sample=sample)
+            response = PastResponse(token_ids=response_ids, step=group.step, sample=group.first_in_visit + sample)
             self._entries.append((prompt_key(group.prompt.prompt_id), response))
         self._ended[group.group_id] += 1
         if self._ended[group.group_id] == len(group.seeds):
             del self._ended[group.group_id]
             self.flush()
+            if group.purpose != TRAIN:
+                self._end_visit(group)
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self.flush)
 
@@ -55,12 +62,22 @@ class HistorySender:
         batch, self._entries = ResponseBatch.of(self._entries), []
         for shard, part in zip(self._shards, batch.split(len(self._shards)), strict=True):
             if len(part):
-                task = asyncio.get_running_loop().create_task(self._send(shard, part))
-                self._sending.add(task)
-                task.add_done_callback(self._sending.discard)
+                self._start(partial(shard.append.remote, part))
 
-    async def _send(self, shard: ray.actor.ActorHandle, batch: ResponseBatch) -> None:
+    def _end_visit(self, group: PromptGroup) -> None:
+        """Tell the shard that an evaluation's group has no rewards, so that its visit replaces older ones."""
+        key = prompt_key(group.prompt.prompt_id)
+        shard = self._shards[key % len(self._shards)]
+        none = (math.nan,) * (group.first_in_visit + len(group.seeds))
+        self._start(partial(shard.note_rewards.remote, group.step, {key: none}))
+
+    def _start(self, call: Callable[[], Awaitable[None]]) -> None:
+        task = asyncio.get_running_loop().create_task(self._send(call))
+        self._sending.add(task)
+        task.add_done_callback(self._sending.discard)
+
+    async def _send(self, call: Callable[[], Awaitable[None]]) -> None:
         try:
-            await shard.append.remote(batch)
+            await call()
         except ray.exceptions.RayError:
             self.num_lost_calls += 1

@@ -90,9 +90,13 @@ def earlier_parts(summary: GroupSummary | None, columns: GroupColumns | None, si
 class Response:
     """One response in flight."""
 
-    group_id: GroupId
-    num_prompt_tokens: int
+    group: PromptGroup
+    sample: int
+    """Number in the group."""
     queue: RequestOutputCollector
+    """Receives the output of its request; another request may replace it."""
+    salt: str = ""
+    """Of the request; see `token_prompt`."""
     before: Finished = EMPTY
     """The part that another engine sampled."""
     stamps: list[tuple[WeightVersion, int]] = field(default_factory=list)
@@ -165,7 +169,8 @@ class ResponseLedger:
     """All responses in flight."""
 
     def __init__(self) -> None:
-        self._running: set[Response] = set()
+        self._running: dict[Response, None] = {}
+        """In the order of their first requests."""
         self.num_finished = 0
         self.num_tokens = 0
         """Tokens of finished responses."""
@@ -175,22 +180,26 @@ class ResponseLedger:
 
     def add(self, response: Response) -> None:
         """Add a response that vLLM has accepted."""
-        self._running.add(response)
+        self._running[response] = None
 
     def of_group(self, group_id: GroupId) -> list[str]:
         """Request ids of a group's responses that are still in flight."""
-        return sorted(r.request_id for r in self._running if r.group_id == group_id)
+        return sorted(r.request_id for r in self._running if r.group.group_id == group_id)
 
     def by_group(self) -> dict[GroupId, list[Response]]:
         """All responses in flight, by group."""
         groups: dict[GroupId, list[Response]] = {}
         for response in self._running:
-            groups.setdefault(response.group_id, []).append(response)
+            groups.setdefault(response.group.group_id, []).append(response)
         return groups
 
     def request_ids(self) -> list[str]:
         """Request ids of all responses in flight."""
         return [response.request_id for response in self._running]
+
+    def salted_otherwise(self, salt: str) -> list[Response]:
+        """Responses in flight whose requests have another salt, in the order of their first requests."""
+        return [response for response in self._running if response.salt != salt]
 
     def stamp(self, ending: WeightVersion, emitted: Callable[[str], int | None]) -> None:
         """Record for every response its number of tokens at the end of a weight version.
@@ -208,7 +217,7 @@ class ResponseLedger:
 
     def finish(self, response: Response, output: RequestOutput, current: WeightVersion) -> Finished:
         """Close a response with its final output; `current` is the engine's current version."""
-        self._running.discard(response)
+        self._running.pop(response, None)
         completion = output.outputs[0]
         response_ids = np.array(completion.token_ids, dtype=np.int32)
         logprobs = np.array(completion.logprobs.logprobs if len(response_ids) else [], dtype=np.float32)
@@ -231,7 +240,7 @@ class ResponseLedger:
         self, response: Response, emitted: tuple[TokenIds, Logprobs, Flags], current: WeightVersion
     ) -> Finished:
         """Close a response of a dead engine with the tokens and log-probabilities received so far."""
-        self._running.discard(response)
+        self._running.pop(response, None)
         last = current if response.ended_under is None else response.ended_under
         ids, logprobs, resampled = emitted
         rest = Finished(
@@ -245,7 +254,8 @@ class ResponseLedger:
 
     def drop(self, responses: Iterable[Response]) -> None:
         """Remove responses of a failed engine."""
-        self._running.difference_update(responses)
+        for response in responses:
+            self._running.pop(response, None)
 
 
 def spans(stamps: list[tuple[WeightVersion, int]], last: WeightVersion, length: int) -> tuple[WeightSpan, ...]:

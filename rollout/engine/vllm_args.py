@@ -51,6 +51,7 @@ OWNED = {
     "data_parallel_size": "engine.num_engines",
     "enable_expert_parallel": "engine.tensor_parallel: a publish cuts every expert, and sums prove the cuts",
     "enable_eplb": "engine.tensor_parallel: a publish cuts every expert, and sums prove the cuts",
+    "async_scheduling": "publish.in_flight: with kept responses, a probe between two forwards rules it out",
     "max_num_seqs": "engine.max_num_seqs",
     "kv_cache_memory_bytes": "engine.kv_cache_bytes",
     "gpu_memory_utilization": "engine.kv_cache_bytes",

@@ -48,7 +48,13 @@ class EngineWeights:
     """The state of an engine's weights and its changes, one at a time."""
 
     def __init__(
-        self, spec: EngineSpec, handle: LlmHandle, ledger: ResponseLedger, sync_vllm: Callable[[], Awaitable[None]]
+        self,
+        spec: EngineSpec,
+        handle: LlmHandle,
+        ledger: ResponseLedger,
+        *,
+        sync_vllm: Callable[[], Awaitable[None]],
+        submit_again: Callable[[], Awaitable[None]],
     ) -> None:
         """Weights of an engine before its start: fenced, at version -1.
 
@@ -57,15 +63,19 @@ class EngineWeights:
             handle: its vLLM.
             ledger: its responses in flight, which record weight versions.
             sync_vllm: lets vLLM run if the engine may sample, and pauses it otherwise.
+            submit_again: gives all responses without a token the current `salt`; vLLM is paused.
         """
         self.spec = spec
         self._handle = handle
         self._ledger = ledger
         self._sync_vllm = sync_vllm
+        self._submit_again = submit_again
         self.status = EngineStatus.FENCED
         self.version = WeightVersion(-1)
         self.fault = "no weights have been published yet"
         self.num_updates = self.num_refused = self.num_failed = 0
+        self._num_outdated = 0
+        """How often weights have stopped serving."""
         self.required: list[Required] = []
         """The parts of a publish that each rank receives; known after the start."""
         self._expected: tuple[TensorSpec, ...] = ()
@@ -93,8 +103,12 @@ class EngineWeights:
 
     @property
     def salt(self) -> str:
-        """Salt that separates cached prefixes by weight version; empty unless caches survive updates (`keep_kv`)."""
-        return f"weights {self.version}" if self._keeps_kv else ""
+        """Salt that separates cached prefixes by weights; empty unless caches survive updates (`keep_kv`).
+
+        It changes when an update pauses vLLM, because requests that come during the update are sampled from the new
+        weights. The version changes too late for them.
+        """
+        return f"weights {self._num_outdated}" if self._keeps_kv else ""
 
     async def init_transport(self, channel: Channel) -> None:
         """Join the channel of future publishes, and leave an earlier channel.
@@ -258,12 +272,19 @@ class EngineWeights:
         return self.spec.in_flight == "keep_kv"
 
     async def _pause(self, *, keeps_kv: bool) -> int:
-        """Stop sampling; returns the number of tokens whose keys and values were discarded."""
+        """Stop sampling; returns the number of tokens whose keys and values were discarded.
+
+        Responses without a token are submitted again if keys and values are kept. All their tokens will be sampled from
+        the new weights, but their requests would find the keys and values of the old ones.
+        """
         await self._stop(keeps_kv=keeps_kv)
         await vllm_compat.drain(self._handle.llm)
         if self.status is EngineStatus.SERVING:
             self._ledger.stamp(self.version, lambda request: vllm_compat.num_emitted_tokens(self._handle.llm, request))
             self.status = EngineStatus.PAUSED
+            self._num_outdated += 1
+            if keeps_kv:
+                await self._submit_again()
         if keeps_kv:
             return 0
         return sum(vllm_compat.num_context_tokens(self._handle.llm, request) for request in self._ledger.request_ids())
@@ -302,10 +323,7 @@ class EngineWeights:
             self._fence(fault)
 
     async def forget(self) -> None:
-        """Be fenced at version -1 as before publish 0, so that a publish of any version is accepted; drop all caches.
-
-        Keys and values of a later version must not meet those of an earlier one of the same number (`keep_kv`).
-        """
+        """Be fenced at version -1, so that a publish of any version is accepted as publish 0 was; drop all caches."""
         async with self._updating:
             if not self._asleep:  # else `sleep` has dropped them
                 await self._pause(keeps_kv=False)

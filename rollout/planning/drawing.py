@@ -109,4 +109,5 @@ class GroupDraws:
             prompt=self.prompts[prompt_id],
             sampling=self.sampling,
             seeds=tuple(seeds),
+            occurrence=occurrence,
         )

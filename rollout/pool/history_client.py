@@ -110,15 +110,20 @@ class HistoryClient:
         """Send the rewards of a batch's groups; the engines have already sent the tokens.
 
         A visit has the step for which its group was admitted, which may be an earlier one than that of the batch. A
-        response that is left out, because its scoring failed, has no reward: NaN.
+        response that is left out, because its scoring failed, has no reward: NaN. So have the responses of the prompt's
+        other groups in the step, unless they are in the batch.
         """
-        rewards: defaultdict[int, dict[int, Sequence[float]]] = defaultdict(dict)
+        rewards: defaultdict[int, defaultdict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
         for scored in groups:
-            rewards[scored.group.step][prompt_key(scored.group.prompt.prompt_id)] = tuple(
+            of_visit = rewards[scored.group.step][prompt_key(scored.group.prompt.prompt_id)]
+            first = scored.group.first_in_visit
+            end = first + len(scored.rewards)
+            of_visit += [math.nan] * (end - len(of_visit))
+            of_visit[first:end] = (
                 math.nan if scored.is_left_out(sample) else reward for sample, reward in enumerate(scored.rewards)
             )
         for step, of_step in sorted(rewards.items()):
-            self._service.note_rewards(step, of_step)
+            self._service.note_rewards(step, {key: tuple(of_visit) for key, of_visit in of_step.items()})
 
     def metrics(self) -> dict[str, float]:
         """Draft metrics since the last call or `discard_drafts`, and metrics of the history."""

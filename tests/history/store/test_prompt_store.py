@@ -137,6 +137,69 @@ def test_half_the_budget_keeps_about_half_the_hits_unlike_least_recently_used(ro
     assert kept.stats().num_evictions > 0
 
 
+EVALUATED = 1000
+
+
+def evaluate(kept: PromptStore, step: int, *, num_samples: int = 1, length: int = 1) -> None:
+    """One evaluation of the prompt EVALUATED, as engines report it: without rewards."""
+    kept.append(EVALUATED, visit(EVALUATED, step, num_samples=num_samples, length=length))
+    kept.note_rewards(EVALUATED, step, [float("nan")] * num_samples)
+
+
+def stored_after_each_step(*, evaluated_at: tuple[int, ...]) -> list[set[int]]:
+    """Training prompts that are stored after each step of an epoch of 120 steps, with room for 40."""
+    # the last bytes are room for two visits of an evaluation, and less than a visit of training
+    kept, found = store(budget_bytes=40 * 4 * (48 + RESPONSE_BYTES) + 600), []
+    for step in range(120):
+        if step in evaluated_at:
+            evaluate(kept, step)
+        kept.append(step, visit(step, step))
+        pay(kept, step, step)
+        found.append({key for key in range(120) if kept.fetch([key])})
+    kept.check_integrity()
+    assert kept.stats().num_evictions >= 80
+    return found
+
+
+def test_evaluations_evict_no_other_training_prompts():
+    alone = stored_after_each_step(evaluated_at=())
+    assert 0 in alone[-1], "what was seen longest ago returns soonest"
+    assert stored_after_each_step(evaluated_at=(0, 20)) == alone
+    assert stored_after_each_step(evaluated_at=(0, 20, 40, 60, 80, 100)) == alone
+
+
+def test_a_prompt_that_an_evaluation_shares_with_training_tells_the_epoch_of_its_training():
+    kept = store(kept_steps=3)
+    for step, evaluates in [(0, False), (20, True), (40, True), (50, False)]:
+        if evaluates:
+            evaluate(kept, step)
+        else:
+            kept.append(EVALUATED, visit(EVALUATED, step))
+            pay(kept, EVALUATED, step)
+    assert kept._epoch_steps() == 50.0
+
+
+@pytest.mark.parametrize("kept_steps", [1, 2])
+def test_evaluations_are_kept_as_long_as_visits_of_training_and_are_no_returns(kept_steps):
+    kept = store(kept_steps=kept_steps)
+    for step in range(0, 100, 20):
+        evaluate(kept, step, num_samples=4)
+        assert len({one for one, _ in steps_and_samples(kept, EVALUATED)}) == min(step // 20 + 1, kept_steps)
+    kept.measure_returns()
+    assert kept.drain_returns() == []
+
+
+def test_a_restored_store_learns_the_epoch_from_visits_with_rewards():
+    kept, again = store(kept_steps=2), store(kept_steps=2)
+    for step in (0, 7):
+        kept.append(1, visit(1, step))
+        pay(kept, 1, step)
+        evaluate(kept, 10 * step)
+    for key, (_, past) in kept.fetch([1, EVALUATED]).items():
+        again.restore(key, past)
+    assert kept._epoch_steps() == again._epoch_steps() == 7.0
+
+
 def test_the_store_is_not_locked_while_the_reuse_of_a_prompt_is_measured():
     free = []
 

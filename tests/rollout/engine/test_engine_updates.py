@@ -11,7 +11,7 @@ import pytest
 
 from rollout.engine import weights as engine_weights
 from rollout.engine.state import EngineFencedError, EngineStatus, WeightsRefusedError
-from rollout.types import WeightSpan
+from rollout.types import FinishReason, WeightSpan
 from rollout.weights.announcement import SentPlan
 from rollout.weights.manifest import TensorSpec
 from tests.rollout.engine.test_engine import PROMPT, teacher_forced
@@ -263,9 +263,14 @@ def test_recomputed_tokens_are_counted(serving_a, loop):
     assert forwards["num_scheduled_tokens"].sum() == 4 * (len(PROMPT) + 199) + times.num_recomputed_tokens - 4
 
 
+async def greedy_group(live, **group: object):
+    """Responses to a prompt of several blocks of keys and values; a response that finds them computes none of them."""
+    return await live.sample(prompt=range(3, 203), temperature=0.0, max_response_tokens=4, **group)
+
+
 def test_kept_prefixes_are_not_shared_with_later_responses(serving_a, loop):
     async def greedy():
-        _, columns = await serving_a.sample(prompt=range(3, 203), temperature=0.0, max_response_tokens=4)
+        _, columns = await greedy_group(serving_a)
         return columns.rollout_logprobs
 
     with in_flight(serving_a, "keep_kv"):
@@ -277,6 +282,86 @@ def test_kept_prefixes_are_not_shared_with_later_responses(serving_a, loop):
     np.testing.assert_allclose(again, old, atol=0.02)
     np.testing.assert_array_equal(kept, fresh)
     assert np.abs(kept - old).max() > 0.1
+
+
+async def submitted_before(live, publish: Publish):
+    """A group that waits inside vLLM when the update pauses it."""
+    await live.engine.pause_sampling()
+    job = asyncio.create_task(greedy_group(live, seeds=(0, 1)))
+    while len(live.engine._ledger) < 2:
+        await asyncio.sleep(0.002)
+    await live.engine.weights.update(publish.manifest, live.stage(publish))
+    return job
+
+
+async def submitted_during(live, publish: Publish):
+    """A group that comes while the ranks apply the update."""
+    jobs, ranks = [], live.engine._handle.ranks
+
+    async def noted(method, *args):
+        if method == "apply_weights":
+            jobs.append(asyncio.create_task(greedy_group(live, seeds=(0, 1))))
+            while len(live.engine._ledger) < 2:
+                await asyncio.sleep(0.002)
+        return await ranks(method, *args)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(live.engine._handle, "ranks", noted)
+        await live.engine.weights.update(publish.manifest, live.stage(publish))
+    return jobs.pop()
+
+
+@pytest.mark.parametrize("submitted", [submitted_before, submitted_during])
+def test_a_response_without_a_token_at_a_publish_shares_no_kept_prefix(serving_a, loop, submitted):
+    async def over_a_publish():
+        _, cached = await greedy_group(serving_a)
+        publish = serving_a.publish("B")
+        job = await submitted(serving_a, publish)
+        await serving_a.engine.weights.resume()
+        await serving_a.engine.resume_sampling()
+        summary, columns = await job
+        return cached, summary, columns, publish.manifest.weight_version
+
+    with in_flight(serving_a, "keep_kv"):
+        cached, summary, found, version = loop.run(over_a_publish())
+    loop.run(serving_a.push("B"))  # it drops all keys and values
+    _, fresh = loop.run(greedy_group(serving_a))
+    for sample in range(2):
+        np.testing.assert_array_equal(found.response(sample), fresh.response(0))
+        np.testing.assert_allclose(found.logprobs(sample), fresh.logprobs(0), atol=0.02)
+    assert np.abs(fresh.rollout_logprobs - cached.rollout_logprobs).max() > 0.1
+    assert summary.weight_spans == ((WeightSpan(weight_version=version, num_tokens=4),),) * 2
+    assert serving_a.engine.stats().num_running == 0
+    assert not serving_a.engine._llm.output_processor.request_states
+
+
+@pytest.mark.parametrize("when", ["before the other request", "after the other request"])
+def test_a_group_that_is_aborted_while_a_publish_submits_it_again_stays_aborted(serving_a, loop, monkeypatch, when):
+    engine, request = serving_a.engine, serving_a.engine._request
+
+    async def aborted(group, *args):
+        if when == "before the other request":
+            await engine.abort(group.group_id)
+        queue = await request(group, *args)
+        if when == "after the other request":
+            await engine.abort(group.group_id)
+        return queue
+
+    async def over_a_publish():
+        await engine.pause_sampling()
+        job = asyncio.create_task(greedy_group(serving_a, seeds=(0, 1)))
+        while len(engine._ledger) < 2:
+            await asyncio.sleep(0.002)
+        monkeypatch.setattr(engine, "_request", aborted)
+        await serving_a.push("B")
+        await engine.resume_sampling()
+        return await asyncio.wait_for(job, 30)
+
+    with in_flight(serving_a, "keep_kv"):
+        summary, _ = loop.run(over_a_publish())
+    assert summary.finish_reasons == (FinishReason.ABORT,) * 2 and summary.lengths == (0, 0)
+    assert engine.stats().num_running == 0
+    assert not engine._llm.output_processor.request_states
 
 
 def test_a_drained_engine_has_finished_its_requests_and_begins_none(serving_a, loop):

@@ -1,6 +1,7 @@
 """Finished responses are sent in batches, once, to the shard that owns their prompt, without blocking the engine."""
 
 import asyncio
+import math
 from dataclasses import replace
 
 import numpy as np
@@ -10,28 +11,41 @@ import ray
 from history.types import prompt_key
 from rollout.engine import history_sender
 from rollout.engine.history_sender import HistorySender
-from rollout.types import FinishReason, GroupId, PromptId
+from rollout.types import TRAIN, FinishReason, GroupId, PromptId
 from tests.support.scored_groups import scored_group
 
 
 class Shard:
-    """Accepts batches like an actor handle: `append.remote` returns an awaitable."""
+    """Accepts calls like an actor handle: `append.remote` returns an awaitable."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
         self.batches = []
+        self.rewards = []
         self.append = self
+        self.note_rewards = Noting(self)
 
     def remote(self, batch):
         self.batches.append(batch)
-        return self._answer()
+        return self.answer()
 
-    async def _answer(self):
+    async def answer(self):
         if self.error is not None:
             raise self.error
 
     def held(self):
         return [(key, one.step, one.sample) for batch in self.batches for key, one in batch.entries()]
+
+
+class Noting:
+    """The method `note_rewards` of such a handle."""
+
+    def __init__(self, shard: Shard) -> None:
+        self.shard = shard
+
+    def remote(self, step, rewards):
+        self.shard.rewards.append((len(self.shard.held()), step, rewards))
+        return self.shard.answer()
 
 
 def group(number: int, num_samples: int = 4):
@@ -83,6 +97,35 @@ def test_a_response_that_waits_too_long_is_sent_alone_and_only_once(monkeypatch)
     run(body)
     assert len(shard.batches) == 1
     assert sorted(shard.held()) == sorted((prompt_key(f"math/{number}"), 7, 0) for number in (1, 2))
+
+
+def test_two_groups_of_a_prompt_in_one_step_send_responses_of_different_numbers():
+    shard = Shard()
+    again = replace(group(1), group_id=GroupId(2), occurrence=1)
+
+    async def body():
+        sender = HistorySender([shard])
+        for sample in range(4):
+            sender.put(group(1), sample, IDS, FinishReason.STOP)
+            sender.put(again, sample, IDS, FinishReason.STOP)
+
+    run(body)
+    assert sorted(shard.held()) == [(prompt_key("math/1"), 7, sample) for sample in range(8)]
+
+
+@pytest.mark.parametrize("purpose", [TRAIN, "math"])
+def test_only_the_shard_of_an_evaluation_is_told_that_no_rewards_come_after_its_responses(purpose):
+    shards = [Shard(), Shard()]
+
+    async def body():
+        sender = HistorySender(shards)
+        for sample in range(3):
+            sender.put(replace(group(1, 3), purpose=purpose), sample, IDS, FinishReason.STOP)
+
+    run(body)
+    key = prompt_key("math/1")
+    noted = [(3, 7, {key: (math.nan,) * 3})] if purpose != TRAIN else []
+    assert shards[key % 2].rewards == noted and shards[1 - key % 2].rewards == []
 
 
 def test_aborted_responses_are_not_sent_but_complete_their_group():

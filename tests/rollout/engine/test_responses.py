@@ -21,6 +21,7 @@ from rollout.types import (
     WeightSpan,
     WeightVersion,
 )
+from tests.support.scored_groups import scored_group
 
 
 def per_token(stamps: list[tuple[int, int]], last: int, length: int) -> list[int]:
@@ -46,7 +47,7 @@ def test_a_response_without_tokens_still_names_a_version():
 
 
 def response(request_id: str) -> Response:
-    return Response(group_id=GroupId(1), num_prompt_tokens=4, queue=SimpleNamespace(request_id=request_id))
+    return Response(group=scored_group(1).group, sample=0, queue=SimpleNamespace(request_id=request_id))
 
 
 def output(num_tokens: int) -> SimpleNamespace:

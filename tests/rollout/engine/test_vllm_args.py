@@ -153,6 +153,12 @@ def test_a_vllm_key_that_we_set_is_refused_naming_our_field(key):
         check_passthrough({key: 1})
 
 
+def test_kept_responses_rule_out_asynchronous_scheduling_whatever_the_users_table_says(checkpoints):
+    assert arguments(checkpoints, in_flight="keep_kv").async_scheduling is False
+    with pytest.raises(ValueError, match=r"engine\.vllm\.async_scheduling .* use publish\.in_flight"):
+        arguments(checkpoints, in_flight="keep_kv", vllm={"async_scheduling": True})
+
+
 def test_end_of_sequence_ids_are_collected_from_every_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 5}))
     assert end_of_sequence_ids(str(tmp_path)) == (5,)

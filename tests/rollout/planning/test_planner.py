@@ -150,6 +150,18 @@ def test_two_draws_of_a_prompt_under_dynamic_sampling_have_seeds_of_their_own():
     assert len({seed for group in groups for seed in group.seeds}) == 4 * len(groups)
 
 
+@pytest.mark.parametrize("draws_whole_steps", [True, False])
+def test_the_groups_of_a_prompt_in_one_step_are_numbered(draws_whole_steps):
+    draws = few_draws(most_by_version=0 if draws_whole_steps else 8 * PER_STEP)
+    for number in range(4):
+        groups = draws.of_step(number) if draws_whole_steps else draws.further(number, PER_STEP, is_issued=True)
+        prompt_ids = [group.prompt.prompt_id for group in groups]
+        assert [group.occurrence for group in groups] == [
+            prompt_ids[:place].count(prompt_id) for place, prompt_id in enumerate(prompt_ids)
+        ]
+        assert max(group.first_in_visit for group in groups) == 4
+
+
 def test_whole_steps_and_further_groups_which_share_numbers_and_seeds_are_not_drawn_by_one_object():
     with pytest.raises(AssertionError, match="drawn by `further`"):
         few_draws(most_by_version=PER_STEP).of_step(0)

@@ -125,6 +125,27 @@ def test_a_response_whose_scoring_failed_has_no_reward_in_the_history():
     assert [response.reward for response in responses] == [pytest.approx(math.nan, nan_ok=True), 5.0, -1.0]
 
 
+@pytest.mark.parametrize("batches", [[(0, 1)], [(1, 0)], [(0,), (1,)], [(1,), (0,)]])
+def test_a_prompt_that_was_drawn_twice_in_a_step_keeps_the_rewards_of_both_groups(batches):
+    first = scored_group(0)
+    groups = [first, replace(first, group=replace(first.group, occurrence=1), rewards=(5.0, 6.0, 7.0, 8.0))]
+    store = PromptStore(budget_bytes=1 << 20, kept_steps=1, reuse_share=lambda before, now: 0.0)
+    store.append(KEYS[0], [PastResponse(token_ids=np.arange(3), step=0, sample=n) for n in range(4)])
+    store.note_rewards(KEYS[0], 0, [0.0] * 4)
+    store.append(KEYS[0], [PastResponse(token_ids=np.arange(3) + n, step=1, sample=n) for n in range(8)])
+    for batch in batches:
+        service = Service()
+        of_step_1 = [replace(groups[number], group=replace(groups[number].group, step=1)) for number in batch]
+        HistoryClient(service, Engines()).record_rewards(of_step_1)
+        ((_, step, rewards),) = service.calls
+        store.note_rewards(KEYS[0], step, rewards[KEYS[0]])
+    _, responses = store.fetch([KEYS[0]])[KEYS[0]]
+    assert [(response.step, response.sample, response.reward) for response in responses] == [
+        (1, number, reward) for number, reward in enumerate((*first.rewards, 5.0, 6.0, 7.0, 8.0))
+    ]
+    store.check_integrity()
+
+
 def test_each_node_is_sent_the_prompts_of_its_engines_in_the_order_of_starting():
     service = Service()
     client = HistoryClient(service, Engines())
