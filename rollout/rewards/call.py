@@ -55,16 +55,16 @@ def load_reward(function: str) -> Callable[..., object]:
     return _loaded(function)
 
 
-def check_reward(function: str, *, timeout_s: float) -> None:
-    """Call `check_settings(timeout_s)` of the reward function's module, if it has one.
+def check_reward(function: str, *, timeout_s: float, cpu_s: float) -> None:
+    """Call `check_settings(timeout_s, cpu_s)` of the reward function's module, if it has one.
 
     Raises:
-        ValueError: there is no such function, or it cannot work on this machine or within `timeout_s`.
+        ValueError: there is no such function, or it cannot work on this machine or within these limits.
     """
     load_reward(function)
     check = getattr(sys.modules[function.rpartition(".")[0]], "check_settings", None)
     if check is not None:
-        check(timeout_s)
+        check(timeout_s=timeout_s, cpu_s=cpu_s)
 
 
 def is_async(function: str) -> bool:

@@ -11,12 +11,14 @@ The ground truth is JSON, in the shapes of APPS, TACO and LiveCodeBench as verl'
 
 * `{"inputs": ["1 2\n"], "outputs": ["3\n"]}`: standard input and expected standard output.
 * `{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}`: arguments and expected result of a function, or of the
-  method of a class `Solution`. Arguments may also be a text with one JSON value in each line.
+  method of a class `Solution`. APPS and TACO have values: the output `"101"` is a text. LiveCodeBench has JSON in
+  texts: in `{"inputs": ["1\n2"], "outputs": ["3"]}` each line is an argument, and the output is a number.
 * `{"assert_case": ["assert add(1, 2) == 3"]}`: statements that run after the program.
 
 `extra_info` may hold `time_limit_s`, CPU seconds of a test, and `memory_limit_mb`. All tests of a response together
-have `TOTAL_S` seconds; a response that needs more scores 0. `reward.timeout_s` must be longer, because a response that
-meets it counts as not scored, and endless loops would go unpunished.
+have `TOTAL_S` seconds, and all their processes together have `TOTAL_CPU_S` CPU seconds; a response that needs more
+scores 0. `reward.timeout_s` and `reward.cpu_s` must be higher. A response that meets one of them counts as not scored,
+so endless loops would go unpunished.
 
 The program of an `assert_case` can read its tests, and the mark that ends them, in its own file. It does not pass by
 ending early alone. Prefer the other two shapes where a policy might learn to cheat.
@@ -42,6 +44,10 @@ _LANGUAGES = ("", "py", "python", "python3")
 _TOLERANCE = 1e-6
 TOTAL_S = 60.0
 """Wall seconds of all tests of a response."""
+TOTAL_CPU_S = 60.0
+"""CPU seconds of all tests of a response, over all processes. A program of one process meets `TOTAL_S` first."""
+_SPARE_CPU_S = 30.0
+"""What the processes of a program may use beyond that before they are ended, with the work of the reward itself."""
 _WALL_PER_CPU = 2.0
 """Wall seconds of a test over its CPU seconds, so that other processes of the node do not make it late."""
 
@@ -105,26 +111,33 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     tests = list(_tests(program or "", ground_truth))
     if program is None:
         return {"score": 0.0, "has_program": 0.0, "timed_out": 0.0}
-    deadline = time.monotonic() + TOTAL_S
+    deadline, left_cpu_s = time.monotonic() + TOTAL_S, TOTAL_CPU_S
     for test in tests:
-        limits = _limits(extra_info, test, left_s=deadline - time.monotonic())
+        limits = _limits(extra_info, test, left_s=deadline - time.monotonic(), left_cpu_s=left_cpu_s)
         outcome = run_program(test.program, stdin=test.stdin, limits=limits)
+        left_cpu_s -= outcome.cpu_s
         if not _passes(test, outcome):
             timed_out = outcome.ending is Ending.TIMEOUT
             return {"score": 0.0, "has_program": 1.0, "timed_out": float(timed_out)}
     return {"score": 1.0, "has_program": 1.0, "timed_out": 0.0}
 
 
-def check_settings(timeout_s: float) -> None:
-    """Called once before the first response is scored, with `reward.timeout_s`.
+def check_settings(timeout_s: float, cpu_s: float) -> None:
+    """Called once before the first response is scored, with `reward.timeout_s` and `reward.cpu_s`.
 
     Raises:
-        ValueError: the time limit is too short, or nothing isolates programs on this machine.
+        ValueError: a limit is too low, or nothing isolates programs on this machine.
     """
     if timeout_s <= TOTAL_S:
         raise ValueError(
             f"`reward.timeout_s` = {timeout_s}: {__name__} gives the tests of a response {TOTAL_S:.0f} s, and a "
             f"response that meets the time limit would not be scored at all; set it to {2 * TOTAL_S:.0f}"
+        )
+    if cpu_s < TOTAL_CPU_S + _SPARE_CPU_S:
+        raise ValueError(
+            f"`reward.cpu_s` = {cpu_s}: {__name__} gives the tests of a response {TOTAL_CPU_S:.0f} CPU seconds and "
+            f"needs a limit of at least {TOTAL_CPU_S + _SPARE_CPU_S:.0f}, because a response that meets it would not "
+            f"be scored at all; set it to {2 * TOTAL_CPU_S:.0f}"
         )
     if problem := isolation_problem():
         raise ValueError(f"{__name__}: {problem}")
@@ -150,13 +163,14 @@ def last_program(text: str) -> str | None:
     return program
 
 
-def _limits(extra_info: object, test: _Test, *, left_s: float) -> Limits:
+def _limits(extra_info: object, test: _Test, *, left_s: float, left_cpu_s: float) -> Limits:
     given = extra_info if isinstance(extra_info, Mapping) else {}
     cpu_s = math.ceil(test.cases * float(given.get("time_limit_s", Limits().cpu_s)))
     memory_bytes = int(float(given.get("memory_limit_mb", Limits().memory_bytes >> 20))) << 20
     return Limits(
         cpu_s=cpu_s,
         wall_s=max(0.0, min(_WALL_PER_CPU * cpu_s, left_s)),
+        total_cpu_s=left_cpu_s,
         memory_bytes=memory_bytes,
         output_bytes=test.output_bytes,
     )
@@ -179,7 +193,8 @@ def _tests(program: str, ground_truth: str) -> Iterator[_Test]:
     if name := truth.get("fn_name"):
         arguments = json.dumps([_arguments(given) for given in inputs])
         source = _runnable(program) + _CALL.format(name=name, arguments=arguments, mark=mark)
-        yield _Test(program=source, cases=len(inputs), mark=mark, expected=[_value(output) for output in outputs])
+        results = [_result(given, output) for given, output in zip(inputs, outputs, strict=True)]
+        yield _Test(program=source, cases=len(inputs), mark=mark, expected=results)
         return
     source = _runnable(program, name="__main__")
     for given, expected in zip(inputs, outputs, strict=True):
@@ -222,13 +237,16 @@ def _arguments(given: object) -> list[object]:
     return list(given) if isinstance(given, list) else [given]
 
 
-def _value(expected: object) -> object:
-    if not isinstance(expected, str):
-        return expected
+def _result(given: object, expected: object) -> object:
+    """The expected result. It is read as JSON only beside arguments in a text; else `"101"` would become a number."""
+    return _value(expected) if isinstance(given, str) and isinstance(expected, str) else expected
+
+
+def _value(text: str) -> object:
     try:
-        return json.loads(expected)
+        return json.loads(text)
     except (ValueError, RecursionError):  # not JSON, a number of too many digits, lists in too many lists
-        return expected
+        return text
 
 
 def _text(given: object) -> str:

@@ -1,12 +1,16 @@
 r"""Mathematical equality by `math-verify` (LaTeX and plain expressions, sets, intervals): 1.0 or 0.0.
 
 The answer is the last `\boxed{...}` of the response, or what follows a later `final answer is`. Without both it is what
-follows `Answer:`, else the last formula between dollars or the last number, whichever stands later. Boxes that stand
-close together are compared as a set, and the last of them also alone: a response may correct itself.
+follows `Answer:`, else a value right behind `answer is`, else the last formula between dollars or the last number,
+whichever stands later. Boxes that stand close together are compared as a set, and the last of them also alone: a
+response may correct itself.
 
 The ground truth is LaTeX without a frame, as in MATH and DAPO (`2\pi`, `34`), or a text that frames it (`$2\pi$`,
-`\boxed{34}`, GSM8K's `#### 72`), or words with a number (`18 dollars`). A bare ground truth is framed before it is
-read: else math-verify would take the first number of `2\pi` for all of it.
+`\boxed{34}`), or words with a number (`18 dollars`). Of a solution in GSM8K only what follows the last `####` counts. A
+bare ground truth is framed before it is read: else math-verify would take the first number of `2\pi` for all of it.
+
+math-verify takes every `answer` for a mark, also in `the possible answers are 12 and 15` and `he answered 45`. So only
+real marks keep that word. It also takes the asterisks of a bold `**12**` for signs of a product, so they are removed.
 
 The library's time limits use signals and threads and are off here: the scorer's limit (`reward.timeout_s`) already
 kills a comparison that takes too long. An answer whose digits would fill a page (`9^{9^9}`) is wrong without a
@@ -17,12 +21,27 @@ import math
 import re
 
 _BOX = r"\boxed"
-_FRAMES = ("$", _BOX, r"\(", r"\[", "####")
+_FRAMES = ("$", _BOX, r"\(", r"\[")
+_SOLUTION_END = "####"
 _COMMANDS = re.compile(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _FUNCTIONS = re.compile(r"sqrt|(?:arc)?(?:sinh?|cosh?|tanh?)|frac|binom")
 _WORD = re.compile(r"[A-Za-z]{4,}")
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)")
 _MOST_DIGITS = 1e4
+_BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)([^*\n]++)(?<=\S)\*\*")
+"""Of Markdown; `2**3` is a power."""
+_IS_VALUE = (
+    r"is(?:[\W_]+(?:therefore|thus|hence|then|simply|just|exactly|approximately|about))?"
+    r"[\W_]*?[\d$\\\[]"
+)
+"""Only these words and signs may stand between `is` and a value."""
+_ANSWER = re.compile(
+    r"(?:final )?answer[\s*_]*+(?P<colon>:)"
+    rf"|(?P<mark>(?:final answer[^.:\n]{{0,100}}?\s|answer\s+){_IS_VALUE})"
+    r"|(?:final )?answer",
+    re.IGNORECASE,
+)
+"""The word before a colon, as a mark before a value, or alone."""
 
 
 def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_info: object) -> dict[str, float]:
@@ -31,12 +50,12 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     Raises:
         ValueError: the ground truth cannot be parsed.
     """
-    from math_verify import parse, verify
+    from math_verify import verify
 
-    answers = [parse(solution_str, parsing_timeout=None)]
+    answers = [_parsed(solution_str)]
     last_box = solution_str.rfind(_BOX)
     if solution_str.find(_BOX) < last_box:
-        answers.append(parse(solution_str[last_box:], parsing_timeout=None))
+        answers.append(_parsed(solution_str[last_box:]))
     truth = parsed_truth(ground_truth)
     if not truth:
         raise ValueError(f"ground truth {ground_truth!r} cannot be parsed as mathematics")
@@ -52,14 +71,25 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 
 def parsed_truth(ground_truth: str) -> list[object]:
     """The ground truth as math-verify's list of an expression and its text; empty if it cannot be parsed."""
-    from math_verify import parse
-
-    text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", ground_truth.strip())
+    answer = ground_truth.rpartition(_SOLUTION_END)[2].strip()
+    text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)
     framed = f"\\boxed{{{text}}}"
     has_frame = any(frame in text for frame in _FRAMES)
     has_words = _WORD.search(_FUNCTIONS.sub("", _COMMANDS.sub("", text))) is not None
-    order = (ground_truth, framed) if has_frame or has_words else (framed, ground_truth)
-    return next((found for each in order if (found := list(parse(each, parsing_timeout=None)))), [])
+    order = (answer, framed) if has_frame or has_words else (framed, answer)
+    return next((found for each in order if (found := _parsed(each))), [])
+
+
+def _parsed(text: str) -> list[object]:
+    """math-verify's list of an expression and its text; empty if the text has no answer."""
+    from math_verify import parse
+
+    return list(parse(_ANSWER.sub(_kept, _BOLD.sub(r"\1", text)), parsing_timeout=None))
+
+
+def _kept(found: re.Match[str]) -> str:
+    """A mark in the form that math-verify knows; a neutral word for any other `answer`."""
+    return "answer: " if found["colon"] else found["mark"] or "result"
 
 
 def _num_digits(expression: object) -> float:

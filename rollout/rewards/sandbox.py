@@ -2,7 +2,8 @@
 
 A program sees an empty `/tmp`, the interpreter and the system's libraries (read-only), and itself. It has limits for
 CPU time, memory, processes, file size, output and wall time. When it ends, or at its time limit, all its processes end
-with it: they live in a process namespace of their own, which dies with its first process.
+with it: they live in a process namespace of their own, which dies with its first process. The kernel limits the CPU
+time of each process. That of all together is counted four times a second, so a program may exceed it for a moment.
 
 As an ordinary user, a user namespace gives these rights. As root, bubblewrap runs without one, and the program gets a
 user id that no other process has, because the kernel exempts root from the limit on processes.
@@ -10,6 +11,8 @@ user id that no other process has, because the kernel exempts root from the limi
 bubblewrap is a program of its own (the package `bubblewrap` of Debian, Ubuntu and Fedora). Nothing is run without it.
 """
 
+import json
+import math
 import os
 import selectors
 import shutil
@@ -18,16 +21,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from typing import IO
 
+from rollout.rewards.process_tree import cpu_seconds, descendants, kill
+
 FIRST_USER_ID = 2_000_000
 """User ids of programs that root runs: above those of people and of containers' usual ranges."""
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
+_LOOK_EVERY_S = 0.25
+"""Interval in which the CPU seconds of all processes of a program are counted."""
 
 
 class Ending(StrEnum):
@@ -48,6 +56,8 @@ class Limits:
     wall_s: float = 6.0
     cpu_s: int = 5
     """Of each process."""
+    total_cpu_s: float = math.inf
+    """Of all processes together, with those that have ended."""
     memory_bytes: int = 512 << 20
     """Address space of each process."""
     num_processes: int = 16
@@ -67,6 +77,9 @@ class Outcome:
     """Exit code; negative for a signal, -9 for a killed program."""
     output: str
     """Standard output, in UTF-8; bytes that are not are replaced."""
+    cpu_s: float = 0.0
+    """CPU seconds of all its processes but those that were killed at its end. It is 0 if this process does not adopt
+    orphans (`adopt_orphans`)."""
 
 
 def isolation_problem() -> str:
@@ -103,37 +116,45 @@ def run_program(source: str, *, stdin: str = "", limits: Limits | None = None) -
         OSError: bubblewrap cannot be started.
     """
     limits = limits or Limits()
-    with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as given:
+    if limits.wall_s <= 0 or limits.total_cpu_s <= 0:
+        return Outcome(ending=Ending.TIMEOUT, code=-9, output="")
+    with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as info:
         program.write(source.encode("utf-8", "surrogatepass"))
         program.seek(0)
         given.write(stdin.encode("utf-8", "surrogatepass"))
         given.seek(0)
-        arguments = ["--file", str(program.fileno()), "/tmp/program.py"]
+        arguments = ["--file", str(program.fileno()), "/tmp/program.py", "--info-fd", str(info.fileno())]
         command = _command(["/tmp/program.py"], limits, more=arguments)
         process = subprocess.Popen(
             command,
             stdin=given,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            pass_fds=[program.fileno()],
+            pass_fds=[program.fileno(), info.fileno()],
             start_new_session=True,
         )
         assert process.stdout is not None
         with process.stdout as output:
-            return _wait(process, output, limits)
+            outcome = _wait(process, output, limits)
+        return replace(outcome, cpu_s=_end(info))
 
 
 def _wait(process: "subprocess.Popen[bytes]", output: IO[bytes], limits: Limits) -> Outcome:
     """Read to the end of the output, within the limits."""
-    deadline = time.monotonic() + limits.wall_s
+    began = time.monotonic()
+    deadline = began + limits.wall_s
+    look = min(deadline, began + _LOOK_EVERY_S)
     text, ending = bytearray(), Ending.EXITED
     with selectors.DefaultSelector() as selector:
         selector.register(output, selectors.EVENT_READ)
         while True:
-            left = deadline - time.monotonic()
-            if left <= 0 or not selector.select(left):
-                ending = Ending.TIMEOUT
-                break
+            if (now := time.monotonic()) >= look:
+                if now >= deadline or _used_cpu_s(process.pid) >= limits.total_cpu_s:
+                    ending = Ending.TIMEOUT
+                    break
+                look = min(deadline, now + _LOOK_EVERY_S)
+            if not selector.select(look - now):
+                continue
             block = os.read(output.fileno(), 1 << 16)
             text += block
             if len(text) > limits.output_bytes:
@@ -150,6 +171,26 @@ def _wait(process: "subprocess.Popen[bytes]", output: IO[bytes], limits: Limits)
     if code in (128 + 24, 128 + 9, -24) and ending is Ending.EXITED:  # SIGXCPU, then SIGKILL
         ending = Ending.TIMEOUT
     return Outcome(ending=ending, code=code, output=bytes(text[: limits.output_bytes]).decode("utf-8", "replace"))
+
+
+def _used_cpu_s(pid: int) -> float:
+    return cpu_seconds([pid, *descendants(pid)])
+
+
+def _end(info: IO[bytes]) -> float:
+    """End the first process inside, and all others with it; returns their CPU seconds (`Outcome.cpu_s`).
+
+    bubblewrap does not wait for that process. An adopted one would stay as a zombie, and a reward worker would have too
+    many processes after some tests.
+    """
+    info.seek(0)
+    with suppress(ValueError, ChildProcessError):  # bubblewrap was killed before it named it; it is no child of ours
+        pid: int = json.load(info)["child-pid"]
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # a child's id is not free for others
+        kill(pid)
+        used = os.wait4(pid, 0)[2]
+        return used.ru_utime + used.ru_stime
+    return 0.0
 
 
 def _command(arguments: Sequence[str], limits: Limits, *, more: Sequence[str] = ()) -> list[str]:

@@ -20,10 +20,12 @@ from rollout.rewards.process_tree import end_children
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Limits that a worker applies itself."""
+    """Limits of a worker. It applies all but `cpu_s` itself."""
 
     timeout_s: float
     """Of a call of an `async def` function."""
+    cpu_s: float
+    """CPU seconds of a call. The scorer applies it; the module of the reward function may find it too low."""
     memory_bytes: int
     """Most private memory of the worker, and of each process that it starts."""
     file_bytes: int

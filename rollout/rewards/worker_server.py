@@ -103,16 +103,17 @@ def serve(*, control_fd: int, function: str, limits: dict[str, float]) -> None:
     control.set_inheritable(False)
     given = WorkerLimits(
         timeout_s=limits["timeout_s"],
+        cpu_s=limits["cpu_s"],
         memory_bytes=int(limits["memory_bytes"]),
         file_bytes=int(limits["file_bytes"]),
     )
-    prepared = _prepare(function, given.timeout_s)
+    prepared = _prepare(function, given)
     control.send(pickle.dumps(prepared))
     if prepared.error is None:
         _Server(control, function, given).run()
 
 
-def _prepare(function: str, timeout_s: float) -> Prepared:
+def _prepare(function: str, limits: WorkerLimits) -> Prepared:
     """Import the reward function, and let its module judge the settings."""
     try:
         load_reward(function)
@@ -125,7 +126,7 @@ def _prepare(function: str, timeout_s: float) -> Prepared:
         text = f"reward.function: {function}: importing its module failed: {brief(reason or error)}"
         return Prepared(error=RewardBrokenError(text))
     try:
-        check_reward(function, timeout_s=timeout_s)
+        check_reward(function, timeout_s=limits.timeout_s, cpu_s=limits.cpu_s)
     except ValueError as error:
         return Prepared(error=ValueError(str(error)))
     return Prepared(is_async=is_async(function))

@@ -107,7 +107,10 @@ class RewardWorkers:
         """
         config = self._config
         limits = WorkerLimits(
-            timeout_s=config.timeout_s, memory_bytes=config.memory_bytes, file_bytes=config.max_file_bytes
+            timeout_s=config.timeout_s,
+            cpu_s=config.cpu_s,
+            memory_bytes=config.memory_bytes,
+            file_bytes=config.max_file_bytes,
         )
         self._control, self._server = start_server(
             config.function, limits, clean_environment(environ, config.environment)

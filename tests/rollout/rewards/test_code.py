@@ -159,6 +159,40 @@ def test_usual_names_are_no_solution(program: str, truth: dict[str, object], pla
 
 
 @pytest.mark.parametrize(
+    ("given", "output"), [([5], "101"), ([5], ["101"]), ("5\n", '"101"'), ("5\n", '["101"]'), ("[5]\n", '"101"')]
+)
+def test_digits_that_are_expected_as_a_text_are_no_number(given: object, output: object, plainly: list[Limits]) -> None:
+    truth = {"fn_name": "to_binary", "inputs": [given], "outputs": [output]}
+    digits = "bin(n if isinstance(n, int) else n[0])[2:]"
+    assert score(f"def to_binary(n):\n    return {digits}", **truth)["score"] == 1.0
+    assert score(f"def to_binary(n):\n    return int({digits})", **truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("101", 101), ("true", True), ("null", None), ("[1]", [1]), ("1.5", 1.5), ('"a"', "a"), ('{"a": 1}', {"a": 1})],
+)
+def test_beside_arguments_in_a_list_a_text_is_a_text_and_in_a_text_it_is_json(
+    text: str, value: object, plainly: list[Limits]
+) -> None:
+    in_list = {"fn_name": "f", "inputs": [[]], "outputs": [text]}
+    in_text = {"fn_name": "f", "inputs": [""], "outputs": [text]}
+    for result, truth, passes in (
+        (text, in_list, True),
+        (value, in_list, False),
+        (text, in_text, False),
+        (value, in_text, True),
+    ):
+        assert score(f"def f():\n    return {result!r}", **truth)["score"] == float(passes), (result, truth)
+
+
+def test_each_test_of_a_function_has_its_own_form(plainly: list[Limits]) -> None:
+    truth = {"fn_name": "f", "inputs": [["7"], '"7"', '"x"'], "outputs": ["7", '"7"', "x"]}
+    assert score("def f(text):\n    return text", **truth)["score"] == 1.0
+    assert score("def f(text):\n    return 7 if text == '7' else text", **truth)["score"] == 0.0
+
+
+@pytest.mark.parametrize(
     ("output", "expected", "same"),
     [
         ("1 2\n3", "1 2 3\n", True),
@@ -184,15 +218,22 @@ def test_a_ground_truth_of_another_shape_is_an_error(truth: str) -> None:
 def test_a_machine_without_isolation_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "isolation_problem", lambda: "bubblewrap is missing")
     with pytest.raises(ValueError, match="bubblewrap is missing"):
-        check_reward("rollout.rewards.code.compute_score", timeout_s=120)
-    check_reward("rollout.rewards.exact.compute_score", timeout_s=10)
+        check_reward("rollout.rewards.code.compute_score", timeout_s=120, cpu_s=120)
+    check_reward("rollout.rewards.exact.compute_score", timeout_s=10, cpu_s=10)
 
 
 def test_a_time_limit_at_which_endless_loops_would_go_unscored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(code, "isolation_problem", lambda: "")
     with pytest.raises(ValueError, match=r"`reward\.timeout_s` = 10: .* 60 s.*; set it to 120"):
-        check_reward("rollout.rewards.code.compute_score", timeout_s=10)
-    check_reward("rollout.rewards.code.compute_score", timeout_s=120)
+        check_reward("rollout.rewards.code.compute_score", timeout_s=10, cpu_s=120)
+    check_reward("rollout.rewards.code.compute_score", timeout_s=120, cpu_s=120)
+
+
+def test_a_cpu_limit_at_which_endless_loops_would_go_unscored_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(code, "isolation_problem", lambda: "")
+    with pytest.raises(ValueError, match=r"`reward\.cpu_s` = 30: .* 60 CPU seconds .* at least 90, .*; set it to 120"):
+        check_reward("rollout.rewards.code.compute_score", timeout_s=120, cpu_s=30)
+    check_reward("rollout.rewards.code.compute_score", timeout_s=120, cpu_s=90)
 
 
 def test_tests_of_a_response_share_their_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,6 +248,19 @@ def test_tests_of_a_response_share_their_time(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(code, "TOTAL_S", 7.0)
     score("print(input())", {"time_limit_s": 30}, inputs=["1", "2"], outputs=["1", "2"])
     assert 6.0 < given[1] <= given[0] <= 7.0
+
+
+def test_tests_of_a_response_share_their_cpu_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[float] = []
+
+    def run(source: str, *, stdin: str, limits: Limits) -> Outcome:
+        del source
+        given.append(limits.total_cpu_s)
+        return Outcome(ending=Ending.EXITED, code=0, output=stdin, cpu_s=25.0)
+
+    monkeypatch.setattr(code, "run_program", run)
+    score("print(input())", inputs=["1", "2", "3"], outputs=["1", "2", "3"])
+    assert given == pytest.approx([60.0, 35.0, 10.0])
 
 
 def test_tests_run_until_one_fails(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import time
 
 import pytest
 
+from rollout.rewards import math as rewards_math
 from rollout.rewards.math import compute_score
 
 
@@ -73,6 +74,82 @@ def test_a_part_of_the_ground_truth_is_a_wrong_answer(answer: str, truth: str) -
 )
 def test_other_forms_of_the_same_value_are_right(answer: str, truth: str) -> None:
     assert score(answer, truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "other"),
+    [
+        ("Answer: 5\nI used 2 ways.", "5", "2"),
+        ("**Answer:** 5\n\nIt took 3 steps.", "5", "3"),
+        ("**Answer**: 5\n\nIt took 3 steps.", "5", "3"),
+        ("**Answer: 5**\n\nIt took 3 steps.", "5", "3"),
+        ("**Answer:**\n5\n\nIt took 3 steps.", "5", "3"),
+        ("ANSWER : $5$. It took 3 steps.", "5", "3"),
+        ("answer:5\nIt took 3 steps.", "5", "3"),
+        ("Answer: 4. Wait, 7 is odd. Answer: 6", "6", "4"),
+        ("Final Answer: 15. The sum of its digits is 6.", "15", "6"),
+        ("The final answer is 5. It took 3 steps.", "5", "3"),
+        ("The final answer to the question is 5. It took 3 steps.", "5", "3"),
+        ("So the answer is 34. It has 2 digits.", "34", "2"),
+        ("So the answer is: 34\nIt has 2 digits.", "34", "2"),
+        ("The answer is therefore **34**. It has 2 digits.", "34", "2"),
+        ("The answer is **34**. It has 2 digits.", "34", "2"),
+        ("**Answer:** **34**, a number of 2 digits", "34", "2"),
+    ],
+)
+def test_without_a_box_the_answer_stands_behind_its_mark(response: str, answer: str, other: str) -> None:
+    assert (score(response, answer), score(response, other)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "other"),
+    [
+        ("The possible answers are 12 and 15. Only 15 is prime, so the result is 15.", "15", "12"),
+        ("The answer cannot be 15, so we get 12.", "12", "15"),
+        ("The answer is not 15, so we get 12.", "12", "15"),
+        ("The answer isn't 15, so we get 12.", "12", "15"),
+        ("The answer is one of 12 and 15. We find 15.", "15", "12"),
+        ("If the answer was 12, x would be even. It is 15.", "15", "12"),
+        ("The final answer must lie between 12 and 15. We find 13.", "13", "12"),
+        ("The answers are 3 and 8, and their sum is 11.", "11", "3"),
+        ("He answered 45 questions and 8 by luck, so he has 53 points.", "53", "45"),
+        ("He answered 45 questions and 8 by luck.\n45 + 8 = 53.\n#### 53", "53", "45"),
+        ("No answer below 10 fits,\nso it must be $17$.", "17", "10"),
+        ("We answer in two steps.\n\nFirst $3$, then $5$.", "5", "3"),
+        ("**Answer**\n\nOf 12 apples 3 are bad, so 9 are left.", "9", "12"),
+    ],
+)
+def test_the_word_answer_alone_is_no_mark_and_the_last_number_or_formula_counts(
+    response: str, answer: str, other: str
+) -> None:
+    assert (score(response, answer), score(response, other)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer", "other"),
+    [
+        ("He answered 45 questions and 8 by luck.\n45 + 8 = <<45+8=53>>53.\n#### 53", "53", "45"),
+        ("Answer: he has 3.\nHis final answer is 7.\n#### 12", "12", "7"),
+        ("It costs $5 + $6 = $11.\n#### $11", "11", "5"),
+        ("10 * 145 = <<10*145=1450>>1450\n#### 1,450", "1450", "10"),
+        ("#### Step 1\n2 + 3 = 5\n#### Step 2\n5 - 8 = -3\n#### -3", "-3", "5"),
+        ("He runs 4 times.\n#### 0.25", "0.25", "4"),
+    ],
+)
+def test_of_a_solution_with_marks_what_follows_the_last_mark_is_the_ground_truth(
+    solution: str, answer: str, other: str
+) -> None:
+    assert (score(rf"\boxed{{{answer}}}", solution), score(rf"\boxed{{{other}}}", solution)) == (1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["answer is ", "final answer ", "answer" + " " * 9, "answer is " + "*" * 9, "** **a**"]
+)
+def test_a_response_that_repeats_the_word_answer_is_read_in_time(text: str) -> None:
+    began = time.process_time()
+    for response in (text * 5_000, text + " " * 50_000):
+        rewards_math._ANSWER.sub(rewards_math._kept, rewards_math._BOLD.sub(r"\1", response))
+    assert time.process_time() - began < 5.0
 
 
 @pytest.mark.parametrize("answer", ["9^{9^{9}}", "123456789^{987654321}", "99999999!", "9^9^9^9", r"\frac{1}{9^{9^9}}"])

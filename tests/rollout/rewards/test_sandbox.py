@@ -5,13 +5,15 @@ import secrets
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from rollout.rewards import sandbox
-from rollout.rewards.sandbox import Ending, Limits, isolation_problem, run_program
+from rollout.rewards.sandbox import Ending, Limits, Outcome, isolation_problem, run_program
+from tests.support.deadline import DEADLINE_S
 
 pytestmark = pytest.mark.sandbox
 
@@ -115,6 +117,64 @@ def test_limits_end_a_program(source: str, limits: Limits, ending: Ending) -> No
     outcome = run_program(source, limits=limits)
     assert outcome.ending is ending and outcome.code != 0
     assert len(outcome.output) <= limits.output_bytes
+
+
+BUSY_AT_ONCE = """
+import os
+for _ in range(3):
+    if os.fork() == 0:
+        break
+while True:
+    pass
+"""
+BUSY_ONE_BY_ONE = """
+import os, time
+while True:
+    if os.fork() == 0:
+        while time.process_time() < 0.1:
+            pass
+        os._exit(0)
+    os.wait()
+"""
+BUSY_AND_DONE = """
+import os, time
+for _ in range(2):
+    if os.fork() == 0:
+        while time.process_time() < 0.3:
+            pass
+        os._exit(0)
+    os.wait()
+"""
+
+
+@pytest.mark.parametrize("source", [BUSY_AT_ONCE, BUSY_ONE_BY_ONE])
+def test_processes_of_a_program_share_its_total_of_cpu_seconds(source: str) -> None:
+    began = time.monotonic()
+    limits = Limits(cpu_s=int(DEADLINE_S), wall_s=DEADLINE_S, total_cpu_s=1.0)
+    assert run_program(source, limits=limits).ending is Ending.TIMEOUT
+    assert time.monotonic() - began < DEADLINE_S / 2
+    assert output("print(1)", limits=Limits(total_cpu_s=30.0, wall_s=60)) == "1\n"
+
+
+@pytest.mark.parametrize("limits", [Limits(wall_s=60, total_cpu_s=-0.5), Limits(wall_s=0.0)])
+def test_a_program_for_which_no_time_is_left_does_not_run(limits: Limits, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox.subprocess, "Popen", None)
+    assert run_program("print(1)", limits=limits) == Outcome(ending=Ending.TIMEOUT, code=-9, output="")
+
+
+def test_a_process_that_adopts_orphans_is_told_the_cpu_seconds_of_a_program_and_keeps_no_zombie() -> None:
+    source = f"""
+import os
+from rollout.rewards.process_tree import adopt_orphans, children
+from rollout.rewards.sandbox import Limits, run_program
+adopt_orphans()
+for source in ({BUSY_AND_DONE!r}, "while True: pass"):
+    print(run_program(source, limits=Limits(cpu_s=1, wall_s=60)).cpu_s, len(children(os.getpid())))
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    (first, *left), (second, *also_left) = [line.split() for line in done.stdout.splitlines()]
+    assert float(first) >= 0.6 and float(second) >= 0.9
+    assert left == also_left == ["0"]
 
 
 def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """Reward workers: calls side by side, limits, and what is left when a call or a worker has ended. No Ray."""
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -16,6 +17,7 @@ import pytest
 
 from rollout.config import RewardConfig
 from rollout.failures import ProcessLostError, RewardBrokenError
+from rollout.rewards import code
 from rollout.rewards import workers as workers_module
 from rollout.rewards.call import RewardOutcome, RewardRequest
 from rollout.rewards.worker import WorkerLimits
@@ -164,6 +166,41 @@ def test_a_call_over_its_cpu_seconds_is_late_and_the_next_call_has_all_of_its_ow
     ]
 
 
+def test_a_cpu_limit_that_the_reward_finds_too_low_is_refused(workers_of):
+    with pytest.raises(ValueError, match=r"`reward\.cpu_s` = 30\.0: .* at least 90, .*; set it to 120"):
+        workers_of("rollout.rewards.code.compute_score", cpu_s=30.0, timeout_s=120.0)
+
+
+BUSY = "import os\nfor _ in range(3):\n    if os.fork() == 0:\n        break\nwhile True:\n    pass"
+BUSY_FOR_A_WHILE = "import time\nwhile time.process_time() < 0.2:\n    pass\nprint(1)"
+
+
+def scores_by_twenty_tests(solution_str, **_):
+    code.TOTAL_S = DEADLINE_S
+    truth = {"inputs": [""] * 20, "outputs": ["1"] * 20}
+    return code.compute_score("", f"```\n{solution_str}\n```", json.dumps(truth), {"time_limit_s": 600})
+
+
+def scores_within_two_cpu_seconds(**given):
+    code.TOTAL_CPU_S = 2.0
+    return scores_by_twenty_tests(**given)
+
+
+@pytest.mark.sandbox
+@pytest.mark.parametrize("program", [BUSY, BUSY_FOR_A_WHILE])
+def test_a_program_that_burns_more_than_its_share_scores_zero_before_its_call_is_late(workers_of, program):
+    calls = workers_of(f"{__name__}.scores_within_two_cpu_seconds", cpu_s=30.0, timeout_s=DEADLINE_S)
+    (outcome,) = calls([program])
+    assert (outcome.error, outcome.reward, dict(outcome.details)["timed_out"]) == ("", 0.0, 1.0)
+
+
+@pytest.mark.sandbox
+def test_a_program_may_have_more_tests_than_its_call_may_have_processes(workers_of):
+    calls = workers_of(f"{__name__}.scores_by_twenty_tests", max_processes=4, timeout_s=DEADLINE_S)
+    (outcome,) = calls(["print(1)"])
+    assert (outcome.error, outcome.reward) == ("", 1.0)
+
+
 def test_a_call_with_too_many_processes_fails_and_they_are_killed(workers_of):
     calls = workers_of(max_processes=4, timeout_s=DEADLINE_S)
     over, fine = calls(["many 5", "fine"])
@@ -231,7 +268,7 @@ def test_the_server_ends_with_its_scorer_and_takes_everything_along(workers_of, 
 
 
 def test_a_server_ends_in_order_although_its_scorer_has_not_read_all_messages(capfd):
-    limits = WorkerLimits(timeout_s=5.0, memory_bytes=1 << 30, file_bytes=1 << 20)
+    limits = WorkerLimits(timeout_s=5.0, cpu_s=5.0, memory_bytes=1 << 30, file_bytes=1 << 20)
     control, server = start_server(f"{FUNCTIONS}.moody", limits, clean_environment(os.environ, []))
     control.recv(1 << 16)  # it is prepared
     channel, theirs = socket.socketpair()
