@@ -48,7 +48,10 @@ def moody(data_source, solution_str, ground_truth, extra_info):
         leave(Path(solution_str.removeprefix("leave and hang ")))
         time.sleep(3600)
     if solution_str.startswith("leave "):
-        leave(Path(solution_str.removeprefix("leave ")))
+        file = Path(solution_str.removeprefix("leave "))
+        leave(file)
+        while not file.exists() or not file.read_text():
+            time.sleep(0.01)
     if solution_str.startswith("note and wait "):
         note, end = solution_str.removeprefix("note and wait ").split()
         Path(note).write_text(str(os.getpid()))
@@ -80,12 +83,10 @@ def burn():
 
 
 def leave(file):
-    """Start a daemon with a session of its own, whose parent ends at once."""
+    """Start a daemon with a session of its own, whose parent ends at once; it writes its number into a file."""
     daemon = "import os; os.setsid(); os.fork() and os._exit(0); open({!r}, 'w').write(str(os.getpid())); "
     daemon += "import time; time.sleep(3600)"
     subprocess.run([sys.executable, "-c", daemon.format(str(file))], check=True)
-    while not file.exists() or not file.read_text():
-        time.sleep(0.01)
 
 
 def wait_for(file):
