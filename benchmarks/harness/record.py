@@ -8,6 +8,7 @@ import argparse
 import functools
 import os
 import platform
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -54,7 +55,7 @@ def write(
     """
     code = measured_code()
     record = {
-        "command": " ".join(["python", "-m", _module_name(), *map(_without_machine_path, sys.argv[1:])]),
+        "command": shlex.join(["python", "-m", _module_name(), *map(_without_machine_path, sys.argv[1:])]),
         "commit": code.commit,
         "date": datetime.now(UTC).date().isoformat(),
         "inputs": [asdict(item) for item in inputs],
