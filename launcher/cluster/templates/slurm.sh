@@ -34,7 +34,8 @@ fi
 alone=(--kill-on-bad-exit=0 --wait=0)
 
 # Seconds of a step in which a node may hang: behind a wedged driver or file system a process does not even end by SIGKILL.
-# Nodes may unpack an image first. Afterwards the job goes on with the nodes that have answered.
+# Nodes may unpack an image first. After the checks the job goes on with the nodes that have answered. A sum without a result
+# ends this start, and the job is requeued.
 check_limit_s=900
 reduce_limit_s=1500
 within() { timeout --kill-after=30 "$@"; }
