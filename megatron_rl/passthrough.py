@@ -15,7 +15,6 @@ FIELDS: Mapping[str, type[bool] | type[int] | type[str]] = {
     # precision
     "attention_softmax_in_fp32": bool,
     "disable_bf16_reduced_precision_matmul": bool,
-    "fp32_residual_connection": bool,
     "moe_router_dtype": str,
     # kernels
     "apply_rope_fusion": bool,
@@ -29,7 +28,6 @@ FIELDS: Mapping[str, type[bool] | type[int] | type[str]] = {
     "persist_layer_norm": bool,
     # memory
     "deallocate_pipeline_outputs": bool,
-    "distribute_saved_activations": bool,
     "recompute_method": str,
     "recompute_num_layers": int,
     # communication
@@ -39,6 +37,8 @@ FIELDS: Mapping[str, type[bool] | type[int] | type[str]] = {
 """Name and type of each field."""
 
 OTHER_KEYS = {
+    "distribute_saved_activations": "sequence parallelism, on beside tensor parallelism, distributes them already",
+    "fp32_residual_connection": "Megatron applies it to the embedding alone, whose FP32 output BF16 layers cannot take",
     "fp8": "`trainer.fp8` sets it",
     "fp8_param": "`trainer.fp8` sets it, because weights in FP8 need their own loading, publishing and saving",
     "fp8_recipe": "`trainer.fp8` sets it",

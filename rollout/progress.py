@@ -16,6 +16,7 @@ import os
 import struct
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import psutil
@@ -104,13 +105,16 @@ class Seen:
     state: str
     """`running`, `sleeping`, `stopped`, ... (psutil)."""
     waits_for_disk: bool
-    """It or a child waits for a disk, which nothing interrupts; False unless the kind is `files`."""
+    """A thread of it or of a child waits for a disk, which nothing interrupts; False unless the kind is `files`."""
 
 
-def look(pid: int, descriptor: int) -> Seen | None:
-    """A process of this user on this node, by its page's descriptor; None if it has ended or has no page."""
+def look(pid: int, descriptor: int, *, proc: str = "/proc") -> Seen | None:
+    """A process of this user on this node, by its page's descriptor; None if it has ended or has no page.
+
+    `proc` is where its page and the states of its threads are found.
+    """
     try:
-        page = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
+        page = os.open(f"{proc}/{pid}/fd/{descriptor}", os.O_RDONLY | os.O_CLOEXEC)
     except OSError:
         return None
     try:
@@ -123,7 +127,7 @@ def look(pid: int, descriptor: int) -> Seen | None:
     try:
         process = psutil.Process(pid)
         state = process.status()
-        num_bytes, waits = _files(process) if _KINDS[kind] == "files" else (0, False)
+        num_bytes, waits = _files(process, proc) if _KINDS[kind] == "files" else (0, False)
     except psutil.Error:
         return None
     return Seen(
@@ -138,12 +142,25 @@ def look(pid: int, descriptor: int) -> Seen | None:
     )
 
 
-def _files(process: psutil.Process) -> tuple[int, bool]:
-    """Bytes that a process and its children have read and written, and whether one of them waits for a disk."""
+def _files(process: psutil.Process, proc: str) -> tuple[int, bool]:
+    """Bytes that a process and its children have read and written, and whether a thread of them waits for a disk."""
     num_bytes, waits = 0, False
     for each in [process, *process.children(recursive=True)]:
         with suppress(psutil.Error):  # a child has ended; its bytes are in its parent's count
             counters = each.io_counters()
             num_bytes += counters.read_chars + counters.write_chars
-            waits = waits or each.status() == psutil.STATUS_DISK_SLEEP
+            waits = waits or _waits_for_disk(each.pid, proc)
     return num_bytes, waits
+
+
+def _waits_for_disk(pid: int, proc: str) -> bool:
+    """Whether a thread of a process does. The state of the process is that of its main thread, which waits for those
+    that write files.
+    """
+    with suppress(OSError):  # the process has ended
+        for thread in Path(proc, str(pid), "task").iterdir():
+            with suppress(OSError):  # the thread has ended
+                _, _, after_name = (thread / "stat").read_text(errors="replace").rpartition(")")
+                if after_name.lstrip().startswith("D"):
+                    return True
+    return False

@@ -37,6 +37,9 @@ from megatron_rl.checkpoints.boxes import METADATA
 
 FILES_PER_RANK = 2
 """Written at the same time, each by a thread."""
+SYNC_BYTES = 256 << 20
+"""Bytes of a file after which it is synchronised while it is written, at the end of a tensor. So its bytes move at the
+disk's pace, by which others see that the rank does not hang (`megatron_rl.trainer.rank_watch`)."""
 ALIGNMENT = 64
 """Bytes; copies start at its multiples."""
 
@@ -199,15 +202,19 @@ def _aligned(num_bytes: int) -> int:
 
 
 def _write(file: PlannedFile) -> list[WriteResult]:
-    """Write a file and synchronise it. Without copies, one tensor at a time is in host memory."""
+    """Write a file and synchronise it, part by part. Without copies, one tensor at a time is in host memory."""
     path, name, (objects, tensors) = file
     entries: list[tuple[WriteItem, BytesIO | torch.Tensor]] = [*objects, *tensors]
-    results, transforms = [], _StorageWriterTransforms()
+    results, transforms, synced = [], _StorageWriterTransforms(), 0
     try:
         with open(path, "wb", opener=opener) as stream:
             for item, data in entries:
                 content = data.cpu() if isinstance(data, torch.Tensor) else data
                 results.append(_write_item(transforms, stream, content, item, name, SerializationFormat.TORCH_SAVE))
+                if stream.tell() - synced >= SYNC_BYTES:
+                    stream.flush()
+                    os.fdatasync(stream.fileno())
+                    synced = stream.tell()
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:

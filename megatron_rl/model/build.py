@@ -29,6 +29,7 @@ from typing import Literal
 
 import torch
 from megatron.core.models.common.embeddings import rope_utils
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.packed_seq_params import PackedSeqParams
@@ -112,6 +113,8 @@ class PackedModel(GPTModel):  # type: ignore[misc]
             attention_mask=None,
             packed_seq_params=_packed_seq_params(batch),
         )
+        # Megatron would keep the angles of the last 32 lengths on the device, also while engines use the device
+        RotaryEmbedding.forward.cache_clear()
         return hidden
 
     def _postprocess(self, hidden_states: torch.Tensor, **_: object) -> torch.Tensor:

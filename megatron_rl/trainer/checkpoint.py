@@ -16,7 +16,7 @@ A checkpoint holds tensors, and numbers and texts that are no tensors, but no pi
 Megatron reads a file (`checkpoints.files`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedObject, ShardedTensor
 from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoints.boxes import METADATA, in_boxes
@@ -56,12 +57,15 @@ def begin_save(
     writer.begin(state, path, background=background)
 
 
-def load(path: Path, model: LearnedModel) -> object:
+def load(path: Path, model: LearnedModel, *, optimizer_key: str = "trainer.optimizer") -> object:
     """Restore what a save wrote; a collective. Returns the saved coefficients; earlier versions have none.
 
+    `optimizer_key` is where the configuration describes the model's optimizer.
+
     Raises:
-        ValueError: the directory holds no checkpoint, its files hold objects that may run code, or expert parallelism
-            was on when saved and is off now, or the reverse: Megatron keeps a separate optimizer for spread experts.
+        ValueError: the directory holds no checkpoint, its files hold objects that may run code, the optimizer was of
+            another kind when saved, or expert parallelism was on when saved and is off now, or the reverse: Megatron
+            keeps a separate optimizer for spread experts.
     """
     if not is_complete(path):
         raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that a save completed")
@@ -72,6 +76,7 @@ def load(path: Path, model: LearnedModel) -> object:
             f"{path} was saved with trainer.parallel.expert {'above' if saved else '='} 1, but it is "
             f"{'above 1' if spread else '1'} now; set it {'above' if saved else 'to'} 1"
         )
+    _check_optimizer(path, saved_keys, model.optimizer, optimizer_key)
     same_partition = common["partition"] == _partition()
     with model.states_on_device(), loadable(model.optimizer), in_boxes(model.optimizer):
         state = _sharded_state(model, is_loading=True)
@@ -126,6 +131,33 @@ def _brief(error: CheckpointException) -> str:
     """The first rank's error in one line."""
     rank, (cause, _) = next(iter(error.failures.items()))
     return f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+
+
+def _check_optimizer(path: Path, saved_keys: Set[str], optimizer: MegatronOptimizer, key: str) -> None:
+    """Refuse the state of another kind of optimizer, which has other names and another structure.
+
+    Masters are named `param` by the distributed optimizer and `fp32_param` by that of BF16 weights. The optimizer of
+    FP32 weights has none.
+
+    Raises:
+        ValueError: with the keys and the values to restore.
+    """
+    states = {name.split(".")[2] for name in saved_keys if name.startswith("optimizer.state.")}
+    config, was_distributed = optimizer.config, "param" in states
+    settings = {f"{key}.distributed": (_yaml(was_distributed), _yaml(config.use_distributed_optimizer))}
+    if not was_distributed:
+        settings["trainer.dtype"] = ("bf16" if "fp32_param" in states else "fp32", "bf16" if config.bf16 else "fp32")
+    changed = [
+        f"{name}={saved}, but it is {present} now; set it to {saved}"
+        for name, (saved, present) in settings.items()
+        if saved != present
+    ]
+    if changed:
+        raise ValueError(f"{path} was saved with {', and with '.join(changed)}")
+
+
+def _yaml(value: bool) -> str:
+    return "true" if value else "false"
 
 
 def _spread_experts() -> bool:

@@ -114,8 +114,9 @@ class Learner:
                         values.update(number)
                     if not alone:
                         self._update(mini_batches[number], denominators, totals, further[number], micros)
-        self._model.finish_schedule(configured=self._configured_updates, made=totals.updates)
         result = self._result(totals, self._of_critic(values))
+        # after the result, which has the rate of the last update
+        self._model.finish_schedule(configured=self._configured_updates, made=totals.updates)
         if not alone:  # the policy has not moved, which says nothing about its coefficients
             self._adapt(result, num_responses=sum(mini.num_sequences for mini in mini_batches))
         return result

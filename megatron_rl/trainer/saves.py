@@ -105,7 +105,7 @@ class Saves:
         from now on: it is not the initial model, also if it changes no more.
 
         Raises:
-            ValueError: a part is missing or cannot be read.
+            ValueError: a part is missing, was saved by another kind of optimizer, or cannot be read.
         """
         parts = self._parts
         coefficients = checkpoint.load(path, parts.policy)
@@ -115,7 +115,7 @@ class Saves:
                     f"{path} holds no critic, but `algorithm` needs one now; restore the algorithm that the run began "
                     "with, or start another run_dir"
                 )
-            checkpoint.load(path / CRITIC, parts.critic)
+            checkpoint.load(path / CRITIC, parts.critic, optimizer_key="trainer.critic.optimizer")
         if parts.reference is not None and checkpoint.is_complete(path / REFERENCE):
             checkpoint.load_reference(path / REFERENCE, parts.policy, parts.reference)
             self._reference = self._reference or CheckpointWriter(self._writer_threads)

@@ -80,6 +80,30 @@ def test_bytes_that_a_child_writes_are_progress_of_a_process_that_saves(tmp_path
     end(process)
 
 
+SAVES = """
+import time
+from rollout import progress
+progress.open_page()
+progress.begin("save", kind="files")
+print(progress.page_descriptor(), flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize(("states", "waits"), [("SSD", True), ("DSS", True), ("SSR", False)])
+def test_a_process_waits_for_a_disk_if_any_of_its_threads_does(tmp_path, states, waits):
+    process, descriptor = start(SAVES)
+    (tmp_path / str(process.pid)).mkdir()
+    (tmp_path / str(process.pid) / "fd").symlink_to(f"/proc/{process.pid}/fd")
+    for number, state in enumerate(states):
+        task = tmp_path / str(process.pid) / "task" / str(process.pid + number)
+        task.mkdir(parents=True)
+        (task / "stat").write_text(f"{process.pid + number} (a) S (D) {state} 1 {process.pid} 0")
+    seen = progress.look(process.pid, descriptor, proc=str(tmp_path))
+    assert seen is not None and seen.waits_for_disk is waits
+    end(process)
+
+
 def test_a_long_text_is_cut_and_a_process_without_a_page_is_unknown():
     script = MARKS.replace("micro batch 2 of 2", "x" * 2000)
     process, descriptor = start(script)

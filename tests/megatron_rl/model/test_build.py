@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -68,6 +69,37 @@ def test_random_weights_differ_between_tensor_parallel_ranks(ranks, directory):
     (std, first), (_, second) = ranks.run(random_weights, directory, parallel=ParallelConfig(tensor=2))
     assert std == pytest.approx(0.02, rel=0.05)
     assert first != second
+
+
+def forwards_of_lengths(position, parallel, directory, lengths):
+    """Rotary tables that are kept after a forward and backward of each length, and log-probabilities of equal batches
+    before and after them.
+    """
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    from megatron_rl.model.packed_batch import pack_batch
+    from megatron_rl.model.parallel import device
+
+    model = build_loaded(position, parallel, directory, recompute="full")
+
+    def logprobs(length):
+        ids = np.arange(1, 1 + length, dtype=np.int32) % 60
+        batch = pack_batch([(ids[:2], ids), (ids[:1], ids[:3])]).to(device())
+        return model(batch, temperature=1.0).logprobs
+
+    before, kept = logprobs(7).detach().cpu().numpy(), []
+    for length in lengths:
+        scores = logprobs(length)
+        kept.append(RotaryEmbedding.forward.cache_info().currsize)
+        scores.sum().backward()
+        kept.append(RotaryEmbedding.forward.cache_info().currsize)
+    return kept, before, logprobs(7).detach().cpu().numpy()
+
+
+def test_no_table_of_rotary_angles_stays_after_a_forward(ranks, directory):
+    ((kept, before, after),) = ranks.run(forwards_of_lengths, directory, range(5, 15))
+    assert kept == [0] * 20
+    assert np.array_equal(before, after)
 
 
 def unpacked(position, parallel, directory):

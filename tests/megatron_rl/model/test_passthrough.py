@@ -8,7 +8,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from megatron_rl.config import TrainerConfig
+from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.passthrough import FIELDS, OTHER_KEYS
 from tests.support.trainers.tiny_megatron_models import save_model
 
@@ -19,7 +19,7 @@ NEEDS_CUDA = {"moe_permute_fusion", "moe_router_fusion"}
 """Fields whose kernels exist on GPUs only."""
 
 
-def gradients_by_field(position, parallel, directory, names):
+def gradients_by_field(position, parallel, directory, names, dtype="fp32"):
     """By field, "" without any: log-probabilities, and the gradient of their weighted sum by parameter."""
     from megatron_rl.model.build import ModelOptions, build, layer_names
     from megatron_rl.model.packed_batch import pack_batch
@@ -38,21 +38,26 @@ def gradients_by_field(position, parallel, directory, names):
 
     def gradients(name):
         recompute = "full" if name.startswith("recompute") or not name else "none"
-        options = ModelOptions(dtype="fp32", recompute=recompute, chunk_tokens=7)
+        options = ModelOptions(dtype=dtype, recompute=recompute, chunk_tokens=7)
         (plain,) = build(spec, parallel, position, options)
         if name:
             # Megatron asks for it where Transformer Engine computes attention deterministically
             os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(name != "deterministic_mode"))
-            value = VALUES.get(name, not getattr(plain.config, name))
+            value = value_of(name, plain.config)
             (plain,) = build(spec, parallel, position, dataclasses.replace(options, megatron={name: value}))
             assert getattr(plain.config, name) == value
         load(plain, shards, spec, directory)
         logprobs = plain(batch, temperature=0.7).logprobs
         (logprobs * torch.linspace(-1, 1, len(logprobs), device=logprobs.device)).sum().backward()
         found = {key: p.grad for key, p in plain.named_parameters() if p.grad is not None}
-        return logprobs.detach().cpu().numpy(), {key: grad.cpu().numpy() for key, grad in found.items()}
+        return logprobs.detach().cpu().numpy(), {key: grad.float().cpu().numpy() for key, grad in found.items()}
 
     return {name: gradients(name) for name in ("", *names)}
+
+
+def value_of(name, config):
+    """Another value than the configuration's."""
+    return VALUES.get(name, not getattr(config, name))
 
 
 IN_TF32 = 20.0
@@ -79,6 +84,44 @@ def test_no_field_changes_log_probabilities_or_gradients(ranks, tmp_path, family
     compare(ranks, save_model(family, tmp_path), FIELDS.keys() - NEEDS_CUDA)
 
 
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_a_model_in_bf16_learns_with_every_field(ranks, tmp_path, family):
+    names = sorted(FIELDS.keys() - NEEDS_CUDA)
+    (found,) = ranks.run(gradients_by_field, save_model(family, tmp_path), names, "bf16")
+    assert found.keys() == {"", *names}
+    parameters = found[""][1].keys()
+    for name, (logprobs, gradients) in found.items():
+        assert np.isfinite(logprobs).all(), name
+        assert gradients.keys() == parameters, name
+        assert all(np.isfinite(gradient).all() for gradient in gradients.values()), name
+
+
+def values_beside_tensor_parallelism(position, parallel, directory, names):
+    """By field, the value asked for and the one in Megatron's configuration of one of two tensor-parallel ranks."""
+    from megatron_rl.model.build import ModelOptions, transformer_config
+    from megatron_rl.model.spec import read_model_spec
+
+    spec, options = read_model_spec(directory), ModelOptions(dtype="bf16", recompute="full")
+    plain = transformer_config(spec, ParallelConfig(tensor=2), options)
+    assert plain.sequence_parallel
+    asked = {name: value_of(name, plain) for name in names}
+    configs = {
+        name: transformer_config(
+            spec, ParallelConfig(tensor=2), dataclasses.replace(options, megatron={name: asked[name]})
+        )
+        for name in names
+    }
+    return {name: (asked[name], getattr(config, name)) for name, config in configs.items()}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_megatron_accepts_every_field_beside_tensor_parallelism_and_recomputing(ranks, tmp_path, family):
+    names = sorted(FIELDS.keys() - NEEDS_CUDA)
+    (found,) = ranks.run(values_beside_tensor_parallelism, save_model(family, tmp_path), names)
+    assert found.keys() == set(names)
+    assert all(asked == present for asked, present in found.values()), found
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
@@ -94,6 +137,8 @@ def test_on_a_gpu_no_field_changes_log_probabilities_or_gradients(ranks, tmp_pat
         ({"attention_backend": "flash"}, "`attention_backend` is not a field that may be set here"),
         ({"moe_z_loss_coeff": 1e-3}, "`moe_z_loss_coeff` is refused: Megatron would count it once for every token"),
         ({"fp8_param": True}, "`trainer.fp8` sets it"),
+        ({"fp32_residual_connection": True}, "whose FP32 output BF16 layers cannot take; remove it"),
+        ({"distribute_saved_activations": True}, "`distribute_saved_activations` is refused: sequence parallelism"),
         ({"recompute_num_layers": True}, "`recompute_num_layers` = True must be of type int"),
     ],
 )

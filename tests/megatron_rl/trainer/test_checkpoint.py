@@ -170,6 +170,34 @@ def train_save_as_before_train(position, parallel, spec, batch, path):
     return finish_with(trainer, batch)
 
 
+@pytest.mark.parametrize(
+    ("saved", "present", "message"),
+    [
+        (("bf16", False), ("bf16", True), r"saved with trainer\.optimizer\.distributed=false, .*; set it to false"),
+        (("bf16", True), ("bf16", False), r"saved with trainer\.optimizer\.distributed=true, .*; set it to true"),
+        (("fp32", True), ("fp32", False), r"saved with trainer\.optimizer\.distributed=true, .*; set it to true"),
+        (("fp32", False), ("bf16", False), r"saved with trainer\.dtype=fp32, but it is bf16 now; set it to fp32"),
+        (("bf16", False), ("fp32", True), r"; set it to false, and with trainer\.dtype=bf16, but it is fp32 now"),
+    ],
+)
+def test_a_resume_with_another_kind_of_optimizer_is_refused_and_names_what_to_restore(
+    ranks, tmp_path, saved, present, message
+):
+    save_model("qwen3", tmp_path / "model")
+    batch = batch_for(ParallelConfig(), ALGORITHM)
+    first, second = (
+        with_dtype(trainer_spec(tmp_path / "model", ParallelConfig(), ALGORITHM, distributed=distributed), dtype)
+        for dtype, distributed in (saved, present)
+    )
+    ranks.run(train_save_train, first, batch, tmp_path / "saved", parallel=ParallelConfig())
+    with pytest.raises(RuntimeError, match=message):
+        ranks.run(load_only, second, tmp_path / "saved", parallel=ParallelConfig())
+
+
+def with_dtype(spec, dtype):
+    return replace(spec, config=spec.config.model_copy(update={"dtype": dtype}))
+
+
 class Allocations(TorchDispatchMode):
     """Most bytes at a time of the storages that operations create in the context."""
 

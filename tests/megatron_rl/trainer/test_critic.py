@@ -110,6 +110,15 @@ def test_a_critic_resumes_under_another_partition(regressions):
         assert [step[key] for step in resumed] == pytest.approx(expected, rel=1e-3, abs=1e-5)
 
 
+def test_a_resume_with_another_kind_of_optimizer_of_the_critic_names_its_key(ranks, tmp_path):
+    directory, saved = save_model("qwen3_tied", tmp_path / "model"), str(tmp_path / "saved")
+    batch = batch_for(SINGLE, ALGORITHM, max_tokens=400)
+    ranks.run(run_saving, critic_spec(directory, SINGLE), batch, AFTER_SAVE, saved, parallel=SINGLE)
+    message = r"trainer\.critic\.optimizer\.distributed=false, but it is true now; set it to false"
+    with pytest.raises(RuntimeError, match=message):
+        ranks.run(run_loading, critic_spec(directory, SINGLE, distributed=True), batch, 1, saved, parallel=SINGLE)
+
+
 def perturbed_step(position, parallel, spec, batch):
     """Metrics of a step of PPO whose head is not zero and whose reference is not the policy."""
     from megatron_rl.trainer.trainer import Trainer

@@ -344,16 +344,22 @@ def test_the_schedule_advances_by_the_configured_updates_whatever_was_dropped(ra
     batches = [whole, replace(whole, mini_batches=whole.mini_batches[:1]), replace(whole, mini_batches=()), whole]
     spec = trainer_spec(tmp_path, ParallelConfig(), algorithm, decay="linear")
     spec = replace(spec, total_updates=16)
-    (rates,) = ranks.run(rates_of, spec, batches, parallel=ParallelConfig())
-    assert rates == pytest.approx([1e-2 * (1 - updates / 17) for updates in (4, 8, 12, 16)])
+    (found,) = ranks.run(rates_and_positions, spec, batches, parallel=ParallelConfig())
+    rates, positions = zip(*found, strict=True)
+    assert positions == (4, 8, 12, 16)
+    # of the last update: the second batch has made the fifth one only, and the third batch none
+    assert [rates[0], rates[1], rates[3]] == pytest.approx([1e-2 * (1 - update / 17) for update in (4, 5, 16)])
 
 
-def rates_of(position, parallel, spec, batches):
-    """Learning rate after each batch."""
+def rates_and_positions(position, parallel, spec, batches):
+    """The learning rate that each batch reports, and where its schedule stands afterwards, in updates."""
     from megatron_rl.trainer.trainer import Trainer
 
-    trainer = Trainer(spec, position)
-    return [trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs).metrics["actor/lr"] for batch in batches]
+    trainer, found = Trainer(spec, position), []
+    for batch in batches:
+        result = trainer.train(batch.of_rank(trainer.data_rank), lambda refs: refs)
+        found.append((result.metrics["actor/lr"], trainer._policy.schedule.num_steps))
+    return found
 
 
 @pytest.mark.parametrize(
