@@ -70,10 +70,13 @@ def line_chart(
 
 
 def stacked_chart(lines: Sequence[Line], *, over: str = "step") -> str:
-    """Parts of a sum at each step as areas, the first at the bottom; all have the same steps. Empty without steps."""
+    """Parts of a sum at each step as areas, the first at the bottom; all have the same steps. Empty without steps.
+
+    Values that are not finite, and those below 0, have no area. They count as 0, so other parts of their step stay.
+    """
     if not lines or not len(lines[0].at):
         return ""
-    parts = [thin(line.at, line.values) for line in lines]
+    parts = [thin(line.at, _heights(line)) for line in lines]
     at = parts[0].at
     across = linear(at[0].item() - 0.5, at[-1].item() + 0.5, intervals=X_INTERVALS, whole=True)
     tops = np.cumsum([part.means for part in parts], axis=0)
@@ -104,6 +107,12 @@ def _series(line: Line, *, log: bool) -> Thinned | None:
     if not kept.any():
         return None
     return thin(at[kept], np.log10(values[kept]) if log else values[kept])
+
+
+def _heights(line: Line) -> Floats:
+    """What a line adds to a stack at each step."""
+    values = np.asarray(line.values, dtype=np.float64)
+    return np.where(np.isfinite(values) & (values > 0), values, 0.0)
 
 
 def _up(low: float, high: float, *, log: bool) -> Scale:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import yaml
 
 from launcher.metrics.panels import DASHBOARD, Panel
@@ -16,7 +17,7 @@ from launcher.metrics.registry import find
 from launcher.report.charts import Line, line_chart, note, stacked_chart
 from launcher.report.html import grid, page, section, table
 from launcher.report.lanes import PART_LABELS
-from launcher.report.metric_table import Floats, MetricTable
+from launcher.report.metric_table import Floats, Ints, MetricTable
 from launcher.run_dir.atomic_files import replace_text
 from rollout.tracing.timeline import Part
 
@@ -37,9 +38,27 @@ class RecordedRun:
 
     def line(self, metric: str, *, label: str, over_hours: bool) -> Line:
         """The recorded values of a metric, over steps (from 1) or hours."""
-        numbers, values = self.table.column(metric)
-        at = (self.hours if over_hours else self.table.filled("step") + 1)[numbers]
+        rows, values = self.table.column(metric)
+        at = self._at(rows, over_hours=over_hours)
         return Line(label=label, at=at, values=values, shown=_total(metric, values), hint=metric)
+
+    def parts(self, metrics: Sequence[str], *, over_hours: bool) -> list[Line]:
+        """Parts of a whole over the rows that hold any of them; a part that a row lacks is 0 there.
+
+        A metric that no row holds is left out.
+        """
+        found = {metric: rows for metric in metrics if len(rows := self.table.column(metric)[0])}
+        if not found:
+            return []
+        rows = np.unique(np.concatenate(list(found.values())))
+        at = self._at(rows, over_hours=over_hours)
+        return [
+            Line(label=_short(metric), at=at, values=self.table.filled(metric)[rows], hint=metric) for metric in found
+        ]
+
+    def _at(self, rows: Ints, *, over_hours: bool) -> Floats:
+        """Where rows stand on the axis."""
+        return (self.hours if over_hours else self.table.filled("step") + 1)[rows]
 
 
 def _total(metric: str, values: Floats) -> str | None:
@@ -132,12 +151,12 @@ def _unit(panel: Panel) -> str:
 
 
 def _chart(runs: Sequence[RecordedRun], panel: Panel, *, over_hours: bool) -> str:
+    if panel.stacked and len(runs) == 1:
+        return stacked_chart(runs[0].parts(panel.metrics, over_hours=over_hours))
     if len(runs) == 1:
         lines = [runs[0].line(metric, label=_short(metric), over_hours=over_hours) for metric in panel.metrics]
     else:
         lines = [run.line(panel.metrics[0], label=run.name, over_hours=over_hours) for run in runs]
-    if panel.stacked and len(runs) == 1:
-        return stacked_chart([line for line in lines if len(line.at)])
     return line_chart(lines, log=panel.log, over="hours" if over_hours else "step", whole=not over_hours)
 
 

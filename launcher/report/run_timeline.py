@@ -99,7 +99,9 @@ def read_timeline(run_dir: Path, metrics: MetricTable) -> RunTimeline:
     if is_cut and starts_s:
         spans = [span for span in spans if span.end_s > max(starts_s)]
         steps = [step for step in steps if step.start_s > max(starts_s)]
-        notes.append(f"The run has more forwards than can be shown; only the newest {len(steps)} steps are shown.")
+        notes.append(
+            f"Older forwards were removed or are too many to show; only the newest {len(steps)} steps are shown."
+        )
     speed = fit_speed(np.concatenate(forwards)) if starts_s else None
     if not starts_s:
         notes.append("No forwards of engines were recorded, so the work of engines is not shown.")

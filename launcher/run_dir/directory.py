@@ -16,6 +16,7 @@ that engines and workers of a run do not hold its lock.
 
 import fcntl
 import json
+import math
 import os
 import socket
 import time
@@ -31,6 +32,7 @@ from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import (
     append_line,
     drop_torn_line,
+    iterate_rows,
     read_rows,
     replace_rows,
     replace_text,
@@ -38,7 +40,7 @@ from launcher.run_dir.atomic_files import (
     sync_folder,
 )
 from launcher.run_dir.checkpoints import Checkpoints
-from launcher.run_dir.forward_traces import drop_torn_record
+from launcher.run_dir.forward_traces import drop_torn_record, remove_forwards
 
 
 class RunLock:
@@ -231,7 +233,7 @@ class RunDirectory:
     def remove_samples(self, step: int, keep_last: int) -> None:
         """Removes samples and traces of steps before the last `keep_last` of `step` steps, but not of the first step.
 
-        0 removes none.
+        Forwards of engines before those steps go in whole files, those of the first step included. 0 removes none.
         """
         if not keep_last:
             return
@@ -239,6 +241,13 @@ class RunDirectory:
             for path in (self.path / folder).glob("step-*.jsonl"):
                 if 0 < int(path.stem.removeprefix("step-")) < step - keep_last:
                     path.unlink()
+        remove_forwards(self.path / "traces", self._ended_s(step - keep_last - 1))
+
+    def _ended_s(self, step: int) -> float:
+        """When a step was recorded, wall clock; before all time for one that was not."""
+        rows = iterate_rows(self.path / "metrics.jsonl")
+        ended_s = next((row["time_s"] for row in rows if row["step"] == step), None)
+        return float(ended_s) if isinstance(ended_s, int | float) else -math.inf
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
         """Step and folder of the newest complete checkpoint; None if there is none.

@@ -101,6 +101,18 @@ def test_parts_are_stacked_in_their_order() -> None:
     assert stacked_chart([]) == stacked_chart([Line(label="a", at=[], values=[])]) == ""
 
 
+def test_a_part_that_is_not_finite_or_below_zero_has_no_area_and_leaves_the_other_parts_of_its_step() -> None:
+    low = Line(label="low", at=[1, 2, 3, 4], values=[1.0, math.nan, math.inf, -5.0])
+    high = Line(label="high", at=[1, 2, 3, 4], values=[3.0, 2.0, 4.0, 1.0])
+    chart = stacked_chart([low, high])
+    upper, lower = (tops(path) for path in re.findall(r'class="area s\d" d="([^"]*)"', chart))
+    # the axis ends at 4
+    assert [top for top, _ in lower] == [750, SIDE, SIDE, SIDE]
+    assert [top for top, _ in upper] == [0, 500, 0, 750]
+    nothing = Line(label="a", at=[1, 2], values=[math.nan, math.nan])
+    assert "<svg" in stacked_chart([nothing]) and "a <b>nan</b>" in stacked_chart([nothing])
+
+
 def test_areas_of_a_lane_have_the_heights_of_their_shares() -> None:
     shares = np.zeros((4, len(PARTS)))
     shares[:2, 0], shares[:2, 1] = 0.6, 0.4

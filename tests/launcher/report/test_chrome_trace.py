@@ -207,7 +207,7 @@ def test_the_newest_forwards_of_a_very_long_run_are_shown(tmp_path: Path, monkey
     found = read(tmp_path)
     assert 0 < len(found.steps) < 4 and found.steps[-1] == whole.steps[-1]
     assert list(found.notes) == [
-        f"The run has more forwards than can be shown; only the newest {len(found.steps)} steps are shown."
+        f"Older forwards were removed or are too many to show; only the newest {len(found.steps)} steps are shown."
     ]
     assert FORWARD.itemsize * sum(map(len, found.forwards)) <= num_bytes // 2
     write_trace(tmp_path, found)

@@ -137,6 +137,22 @@ def test_counts_of_faults_are_shown_as_sums_and_other_metrics_as_last_values(tmp
     assert "errors <b>3 in all</b>" in text and "restarts <b>5</b>" in text
 
 
+def test_a_part_that_only_later_steps_have_is_stacked_at_those_steps(tmp_path: Path) -> None:
+    """A run that samples ahead has stale tokens from its second step on."""
+    run = tmp_path / "a"
+    run.mkdir()
+    prefix = "rollout_corr/part_k3/"
+    parts = [{f"{prefix}quantisation": 1.0}, {f"{prefix}quantisation": 1.0, f"{prefix}stale_1": 2.0}, {}]
+    rows = [{"step": step, "time_s": 1e9 + step, **of_step} for step, of_step in enumerate(parts)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = write_dashboard([run], tmp_path / "d.html").read_text()
+    figure = re.search(r"<figcaption>k3 by cause.*?</figure>", text)
+    assert figure is not None
+    areas = [re.findall(r"V(\d+)H(\d+)", path) for path in re.findall(r'class="area s\d" d="([^"]*)"', figure.group(0))]
+    # the upper part first; two of the three steps hold a part, and the axis ends at 3
+    assert areas == [[("667", "500"), ("0", "1000")], [("667", "500"), ("667", "1000")]]
+
+
 def test_sections_are_linked_from_the_head_of_the_page(tmp_path: Path) -> None:
     text = write_dashboard([write_rows(tmp_path / "a", num_steps=3, config="")], tmp_path / "d.html").read_text()
     assert (

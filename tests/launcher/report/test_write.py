@@ -1,3 +1,4 @@
+import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -204,3 +205,18 @@ def test_the_causes_of_the_mismatch_are_drawn_as_areas_beside_their_sample_sizes
     assert text.count('class="area ') == 3  # the negative part has no area, and the total is their sum
     for name in ("quantisation", "numerics", "stale_1"):
         assert f"</i>{name} <b>" in text
+
+
+def test_a_step_whose_mismatch_is_not_a_number_leaves_the_report_and_its_other_areas(tmp_path: Path) -> None:
+    """Steps with values that are not finite are survived (`actor/skipped_updates`)."""
+    steps = [
+        {"quantisation": 2e-3, "numerics": 1e-3, "total": 3e-3},
+        {"quantisation": math.nan, "numerics": 1e-3, "total": math.nan},
+    ]
+    with RunDirectory(tmp_path) as run:
+        for step, parts in enumerate(steps):
+            run.append_metrics(step, {f"rollout_corr/part_k3/{name}": value for name, value in parts.items()})
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    areas = [re.findall(r"V(\d+)H", path) for path in re.findall(r'class="area s\d" d="([^"]*)"', text)]
+    # numerics above quantisation, of which the second step has none; the axis ends at 3e-3
+    assert areas == [["0", "667"], ["333", "1000"]]
