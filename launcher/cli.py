@@ -14,10 +14,11 @@ from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
 from launcher.checks.expected_nodes import expected_nodes, unknown_gpu_warnings
+from launcher.checks.health.wandb import job_problems, run_problems
 from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.slurm_step import has_several_tasks
 from launcher.commands.plan import add_plan_options, plan, plan_options
-from launcher.commands.slurm import dry_run_lines, job_config, prepare, submit
+from launcher.commands.slurm import check_resume, dry_run_lines, job_config, prepare, submit
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import ClusterConfig, EvalConfig, ExportConfig, RunConfig, SftConfig
 from launcher.endings.conclusion import Command, conclude, leave, termination_raises
@@ -152,7 +153,7 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
         from launcher.commands.srun_run import run_as_task
 
         return run_as_task(config)
-    checked = check_run(config, _nodes(config.cluster))
+    checked = check_run(config, _nodes(config.cluster), run_problems(config.wandb))
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -181,9 +182,11 @@ def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bo
     slurm = config.cluster.slurm
     for warning in unknown_gpu_warnings(slurm):  # before a refusal, which may follow from it
         print(f"warning: {warning}", file=sys.stderr)
-    checked = check_run(config, expected_nodes(slurm, node_resources()))
-    for warning in checked.warnings:
+    key_problems, key_warnings = job_problems(config.wandb, slurm)
+    checked = check_run(config, expected_nodes(slurm, node_resources()), key_problems)
+    for warning in (*checked.warnings, *key_warnings):
         print(f"warning: {warning}", file=sys.stderr)
+    check_resume(config)
     submission, script = prepare(config)
     print("\n".join(dry_run_lines(checked, script) if dry_run else submit(config, submission, script)))
     return 0

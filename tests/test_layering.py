@@ -198,8 +198,8 @@ FLOORS = {
             "rollout/engine megatron_rl megatron_rl/model megatron_rl/algorithm/guard.py megatron_rl/batching "
             "megatron_rl/weights "
             "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster launcher/recovery "
-            "launcher/estimate launcher/checks launcher/run_dir launcher/run_dir/atomic_files.py launcher/endings "
-            "launcher/report"
+            "launcher/estimate launcher/checks launcher/checks/health launcher/run_dir "
+            "launcher/run_dir/atomic_files.py launcher/endings launcher/report"
         ),
         libraries="ray",
         loads="ray",
@@ -215,8 +215,8 @@ FLOORS = {
     ),
     "launcher/cli.py": Floor(
         imports=(
-            "launcher launcher/config launcher/cluster launcher/checks launcher/run_dir launcher/endings "
-            "launcher/commands launcher/doctor launcher/report"
+            "launcher launcher/config launcher/cluster launcher/checks launcher/checks/health launcher/run_dir "
+            "launcher/endings launcher/commands launcher/doctor launcher/report"
         ),
         loads="ray",
     ),

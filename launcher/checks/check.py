@@ -12,6 +12,7 @@ from pathlib import Path
 from history.store.warm_start import warm_start_problems
 from launcher.checks.combinations import evaluation_sets, run_combinations
 from launcher.checks.deadlines import deadline_problems, deadline_warnings
+from launcher.checks.engine_arguments import engine_arguments, run_arguments
 from launcher.checks.files import broken_json, prompt_file, sft_file, tokenizer_problems
 from launcher.checks.fit import fit
 from launcher.checks.formats import weight_format_warnings
@@ -54,10 +55,15 @@ class CheckedRun:
     """Sentences for the user about a run that is not refused."""
 
 
-def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
-    """The facts of a run that can be started on `nodes`; raises a `ConfigError` with every problem otherwise."""
-    problems = run_combinations(config) + folder_problems("run_dir", config.run_dir)
+def check_run(config: RunConfig, nodes: Sequence[NodeResources], found: Sequence[str] = ()) -> CheckedRun:
+    """The facts of a run that can be started on `nodes`; raises a `ConfigError` with every problem otherwise.
+
+    `found` are problems that the caller knows: of the environment from which the run starts.
+    """
+    problems = [*found, *run_combinations(config), *folder_problems("run_dir", config.run_dir)]
     problems += deadline_problems(config.trainer, nodes[0])
+    argument_problems, argument_warnings = run_arguments(config)
+    problems += argument_problems
     for number, dataset in enumerate(config.data.train):
         problems += prompt_file(f"data.train.{number}.path", dataset.path)
     problems += _set_files(config.evaluation.sets, "evaluation.sets")
@@ -74,7 +80,7 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources]) -> CheckedRun:
     config = fitted.config
     format = WeightFormat.of(config.engine)
     warnings = weight_format_warnings(spec, format, nodes[0]) + fp8_warnings(spec, config.trainer, format)
-    warnings += deadline_warnings(config.trainer) + store_warnings(config, fitted.placement)
+    warnings += deadline_warnings(config.trainer) + store_warnings(config, fitted.placement) + argument_warnings
     return CheckedRun(
         config=config,
         spec=spec,
@@ -133,6 +139,7 @@ def check_eval(config: EvalConfig) -> None:
     problems = evaluation_sets(config.sets, "sets") + _set_files(config.sets, "sets")
     problems += file_problems("output", config.output)
     problems += function_problems({"reward.function": config.reward.function})
+    problems += engine_arguments(config.engine)[0]  # where vLLM cannot be imported, the engines will say so
     if not config.sets:
         problems.append("`sets` is empty; name at least one evaluation set")
     if config.engine.format != "bf16":

@@ -229,10 +229,18 @@ def _mode(config: RunConfig) -> list[str]:
 
 def _set_names(config: RunConfig) -> list[str]:
     """Prompt ids, histories and seeds of a set begin with its name, and those of training with the name of a file."""
-    files = {dataset.name or Path(dataset.path).stem for dataset in config.data.train}
+    paths: dict[str, str] = {}
     problems = []
+    for number, dataset in enumerate(config.data.train):
+        name = dataset.name or Path(dataset.path).stem
+        if name in paths:
+            problems.append(
+                f"`data.train.{number}.path` = {dataset.path} has the name {name}, as {paths[name]} has: the two would "
+                f"share prompt ids and history; set `data.train.{number}.name`"
+            )
+        paths.setdefault(name, dataset.path)
     for name in config.evaluation.sets:
-        if name in files:
+        if name in paths:
             problems.append(
                 f"`evaluation.sets.{name}` has the name of a training file: the two would share prompt ids and "
                 "history; rename the set, or set `data.train.N.name`"

@@ -5,7 +5,8 @@ the values of each part, so that no part gets the whole configuration.
 """
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from history.lengths.book import LengthBook
@@ -120,39 +121,47 @@ def execute(
     status.phase("text actor", "load prompts")
     inputs = read_inputs(checked, running, resume, run_id, progress)
     status.phase("engines and trainer", "start")
-    workers = start_workers(checked, running, resume, run_id, progress)
-    note_begin()
-    history = _history_client(inputs.history, workers.engines)
+    # before the minutes of their start, because wandb's server may refuse the key
     tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"), say=progress.say)
-    recorder = _recorder(config, directory, tracker, shown, inputs, workers.engines)
-    lost_engines = _lost_engines(checked, directory, progress, running, workers)
-    parts = _Parts(
-        checked=checked,
-        directory=directory,
-        shown=shown,
-        running=running,
-        inputs=inputs,
-        history=history,
-        recorder=recorder,
-        lost_engines=lost_engines,
-        restarts=TrainerRestarts(
+    with _tracked(tracker, shown):
+        workers = start_workers(checked, running, resume, run_id, progress)
+        note_begin()
+        history = _history_client(inputs.history, workers.engines)
+        recorder = _recorder(config, directory, tracker, shown, inputs, workers.engines)
+        lost_engines = _lost_engines(checked, directory, progress, running, workers)
+        parts = _Parts(
+            checked=checked,
+            directory=directory,
+            shown=shown,
             running=running,
-            lost_engines=lost_engines,
+            inputs=inputs,
             history=history,
-            update_timeout_s=config.engine.update_timeout_s,
-            max_restarts=config.trainer.max_restarts,
-            say=progress.say,
-        ),
-        actions=actions,
-    )
-    try:
+            recorder=recorder,
+            lost_engines=lost_engines,
+            restarts=TrainerRestarts(
+                running=running,
+                lost_engines=lost_engines,
+                history=history,
+                update_timeout_s=config.engine.update_timeout_s,
+                max_restarts=config.trainer.max_restarts,
+                say=progress.say,
+            ),
+            actions=actions,
+        )
         trainer = _take_steps(parts, workers, resume)
         recorder.finish()
-    finally:
-        progress.close()
-        tracker.finish()
-        status.phase("controller", "end processes")
     _end(workers.engines, trainer, inputs, running)
+
+
+@contextmanager
+def _tracked(tracker: Tracker, shown: Shown) -> Iterator[None]:
+    """The body starts engines and trainer and takes the steps; then the wandb run ends, also if the body raises."""
+    try:
+        yield
+    finally:
+        shown.progress.close()
+        tracker.finish()
+        shown.status.phase("controller", "end processes")
 
 
 def _lost_engines(
@@ -216,6 +225,8 @@ def _start_again(parts: _Parts, attempt: _Attempt, failure: PlacedError) -> tupl
     parts.shown.status.phase("trainer", "start again")
     pool = None if attempt.controller is None else attempt.controller.pool
     parts.restarts.clear(failure, workers.trainer, pool, attempt.sharing)
+    if attempt.controller is not None:
+        parts.restarts.totals = attempt.controller.totals()
     parts.recorder.flush()
     parts.recorder.forget_save()
     resume = resume_point(parts.directory)
@@ -265,6 +276,7 @@ def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _
         restarter=restarter,
         first_step=resume.first_step,
         repeated=parts.restarts.repeated,
+        earlier=parts.restarts.totals,
         stop_requested=StopWatch(run_dir=parts.directory.path),
         guard=guard,
         check_places=parts.lost_engines.nodes.check_trainer,

@@ -6,7 +6,8 @@ measure them without the error of 8-bit weights.
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from launcher.checks.kv_cache import evaluation_engine
@@ -24,6 +25,7 @@ from rollout.config import EngineConfig
 from rollout.data.tokenizer import TokenizerSource
 from rollout.engine.spec import EngineSpec
 from rollout.evaluation import EvaluationRow
+from rollout.pool.callbacks import Progress
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.engine_watch import EngineWatch
 from rollout.pool.evaluator import Evaluator
@@ -50,12 +52,19 @@ def evaluation_of(config: RunConfig, model: str, engine: EngineConfig) -> EvalCo
 
 
 def evaluate_directories(
-    config: RunConfig, models: Mapping[int, str], running: Processes, progress: RunProgress
-) -> list[EvaluationRow]:
-    """Evaluate one directory after another; `models` maps finished steps to the directory of their weights.
+    config: RunConfig, models: Mapping[int, str], running: Processes, progress: RunProgress, check: Callable[[], None]
+) -> Iterator[list[EvaluationRow]]:
+    """Evaluate one directory after another, and yield the rows of each.
 
     All directories have the run's tokenizer and prompts, which load while the first engines start. On CPUs the next
     directory's engines start during an evaluation; the memory of a GPU holds the engines of one directory only.
+
+    Args:
+        config: of the run.
+        models: directory of the weights after each number of finished steps.
+        running: starts the processes; if this function is left early, their end is left to it.
+        progress: console.
+        check: called before each directory, and whenever a prompt is scored; leaves the evaluation if it raises.
     """
     engine = evaluation_engine(config, read_model_spec(Path(config.model)), running.nodes)
     if engine.kv_cache_bytes < config.engine.kv_cache_bytes:
@@ -66,23 +75,28 @@ def evaluate_directories(
     evaluations = {step: evaluation_of(config, model, engine) for step, model in models.items()}
     at_once = 1 if any(node.gpu_bytes for node in running.nodes) else 2
     started: dict[int, StartingEngines] = {}
-    rows: list[EvaluationRow] = []
     text: TextProcesses | None = None
     prompts: EvaluationPrompts = {}
+
+    def on_progress(done: int, total: int) -> None:
+        progress.phase("evaluate", done, total)
+        if done < total:  # a whole evaluation is not thrown away
+            check()
+
     for number, (step, evaluation) in enumerate(evaluations.items()):
+        check()
         for ahead in list(evaluations)[number : number + at_once]:
             if ahead not in started:
                 started[ahead] = _begin_engines(evaluations[ahead], running)
             if text is None:  # before the second directory's engines take the cores
                 text, prompts = _load_prompts(evaluation, running)
         assert text is not None
-        step_rows = _evaluate(evaluation, started[step], text.scorers, prompts, progress, step=step)
+        rows = _evaluate(evaluation, started[step], text.scorers, prompts, on_progress, step=step)
         running.end(started[step][0].actors)
-        progress.evaluation(step_rows)
-        rows += step_rows
+        progress.evaluation(rows)
+        yield rows
     if text is not None:
         running.end(text.actors)
-    return rows
 
 
 def evaluate_directory(
@@ -91,7 +105,7 @@ def evaluate_directory(
     """Read the prompts, start BF16 engines on one directory, sample and score every set, end the engines."""
     text, prompts = _load_prompts(config, running)
     started = _begin_engines(config, running)
-    rows = _evaluate(config, started, text.scorers, prompts, progress, step=step)
+    rows = _evaluate(config, started, text.scorers, prompts, partial(progress.phase, "evaluate"), step=step)
     running.end([*started[0].actors, *text.actors])
     return rows
 
@@ -126,7 +140,7 @@ def _evaluate(
     started: StartingEngines,
     scorers: Sequence[Actor],
     prompts: EvaluationPrompts,
-    progress: RunProgress,
+    progress: Progress,
     *,
     step: int,
 ) -> list[EvaluationRow]:
@@ -142,7 +156,7 @@ def _evaluate(
         ),
     )
     evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed, stop_token_ids=config.stop_token_ids)
-    return evaluator.evaluate(pool, step, progress=lambda done, total: progress.phase("evaluate", done, total))
+    return evaluator.evaluate(pool, step, progress=progress)
 
 
 def evaluate(config: EvalConfig, nodes: Sequence[NodeResources]) -> None:

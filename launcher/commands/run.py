@@ -1,7 +1,8 @@
 """`megatron-rl run`: builds a run, executes it, evaluates its first and last weights, writes the report.
 
 A run resumes from the newest checkpoint of its run directory. A run that has taken its last step and could not export
-the weights does so now, without engines.
+the weights does so now, without engines. A stop request also ends the evaluation of the first and last weights; the
+next start evaluates those that have no rows.
 """
 
 import secrets
@@ -28,11 +29,11 @@ from launcher.run_dir.exported import POLICY, exported_step, forget_policy, repl
 from launcher.run_dir.places import write_places
 from launcher.run_dir.resume import changed_keys, check_first_model
 from launcher.run_dir.status import StatusFile
-from launcher.run_dir.stop_request import answer_request
+from launcher.run_dir.stop_request import StopWatch, answer_request
 from megatron_rl.algorithm.guard import Action
 from megatron_rl.controller.stopping import EngineFormatError, StopRequestedError
 from rollout.evaluation import EvaluationRow
-from rollout.failures import ProcessLostError
+from rollout.failures import ProcessLostError, brief
 
 
 def run(checked: CheckedRun) -> None:
@@ -68,8 +69,20 @@ def run(checked: CheckedRun) -> None:
         rows = [EvaluationRow.from_row(row) for row in directory.evaluation()]
         if rows:
             progress.table(rows)
-        write_report(directory.path)
-        progress.say(f"report: {directory.path / 'report.html'}")
+        _write_report(directory.path, progress)
+
+
+def _write_report(run_dir: Path, progress: RunProgress) -> None:
+    """Write the report. The run is complete without it, so an error becomes a line."""
+    try:
+        report = write_report(run_dir)
+    except Exception as error:  # any record may be at fault; the named command shows the whole error
+        progress.say(
+            f"the run is complete, but its report could not be written ({brief(error)}); "
+            f"`megatron-rl report {run_dir}` writes it again"
+        )
+    else:
+        progress.say(f"report: {report}")
 
 
 def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint) -> None:
@@ -96,7 +109,11 @@ def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: Res
 def _run_engines(
     checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint, actions: Sequence[Action]
 ) -> None:
-    """Start processes, run the remaining steps, export and evaluate the last weights, end the processes."""
+    """Start processes, run the remaining steps, export and evaluate the last weights, end the processes.
+
+    Raises:
+        StopRequestedError: the run was asked to stop; its newest checkpoint is saved, and the request is answered.
+    """
     config = checked.config
     last = max(config.num_steps, resume.first_step)
     shown.status.step = resume.first_step
@@ -111,18 +128,19 @@ def _run_engines(
         placed=placement.num_actors_on,
         history=placement.history,
     ) as running:
-        if resume.first_step < last:
-            forget_policy(directory.path, resume.first_step)
-            try:
+        try:
+            if resume.first_step < last:
+                forget_policy(directory.path, resume.first_step)
                 execute(checked, directory, shown, running, resume, actions)
-            except StopRequestedError:
-                answer_request(directory.path)
-                raise
-        elif exported_step(directory.path / POLICY) != last:
-            _export_last(checked, directory, shown, running, resume)
-        if config.evaluation.sets and config.evaluation.bf16_before_after:
-            shown.status.phase("engines", "evaluate in bf16")
-            _evaluate_ends(config, directory, shown.progress, running, last)
+            elif exported_step(directory.path / POLICY) != last:
+                _export_last(checked, directory, shown, running, resume)
+            if config.evaluation.sets and config.evaluation.bf16_before_after:
+                shown.status.phase("engines", "evaluate in bf16")
+                _evaluate_ends(config, directory, shown.progress, running, last)
+        except StopRequestedError:
+            shown.progress.close()
+            answer_request(directory.path)
+            raise
 
 
 def _export_last(
@@ -145,9 +163,19 @@ def _export_last(
 def _evaluate_ends(
     config: RunConfig, directory: RunDirectory, progress: RunProgress, running: Processes, last: int
 ) -> None:
-    """Evaluate the weights before the first step and those of `policy/`, of step `last`, in BF16 engines, once."""
+    """Evaluate the weights before the first step and those of `policy/`, of step `last`, in BF16 engines, once.
+
+    Raises:
+        StopRequestedError: the run was asked to stop; rows of evaluations that have ended are written.
+    """
     recorded = {(row["format"], row["step"]) for row in directory.evaluation()}
     models = {0: config.model, last: str(directory.path / POLICY)}
     missing = {step: model for step, model in models.items() if ("bf16", step) not in recorded}
-    rows = evaluate_directories(config, missing, running, progress)
-    directory.append_evaluation([row.as_row() for row in rows])
+    stop_requested = StopWatch(run_dir=directory.path)
+
+    def check() -> None:
+        if stop_requested():
+            raise StopRequestedError(last)
+
+    for rows in evaluate_directories(config, missing, running, progress, check):
+        directory.append_evaluation([row.as_row() for row in rows])

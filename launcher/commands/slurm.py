@@ -20,7 +20,8 @@ from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError, LaunchError
 from launcher.run_dir.atomic_files import read_rows, replace_text
-from launcher.run_dir.checkpoints import WRITE
+from launcher.run_dir.checkpoints import WRITE, Checkpoints
+from launcher.run_dir.resume import FIRST_MODEL, changed_keys, check_first_model
 
 FOLDER, CONFIG, SCRIPT, PACKAGES = "slurm", "config.yaml", "job.sbatch", "packages.json"
 SUBMIT_TIMEOUT_S = 120.0
@@ -43,6 +44,22 @@ def job_config(config: RunConfig) -> RunConfig:
     num_nodes = cluster.slurm.nodes
     joined = cluster.model_copy(update={"address": "auto", "min_nodes": num_nodes, "max_nodes": num_nodes})
     return config.model_copy(update={"run_dir": str(Path(config.run_dir).absolute()), "cluster": joined})
+
+
+def check_resume(config: RunConfig) -> None:
+    """Refuse a job that its run would refuse, because it resumes another run. Only reads; a first start passes.
+
+    Raises:
+        RunDirectoryError: the run directory has a checkpoint, and a key that must not change or the first weights have
+            changed, or that checkpoint is gone.
+    """
+    run_dir = Path(config.run_dir)
+    checkpoints = run_dir / "checkpoints"
+    if not checkpoints.is_dir() or Checkpoints(checkpoints).latest() is None:
+        return
+    changed_keys(run_dir, config)
+    if (run_dir / FIRST_MODEL).exists():  # the check writes the file where it is missing
+        check_first_model(run_dir, Path(config.model), resumes=True)
 
 
 def prepare(config: RunConfig) -> tuple[Submission, str]:

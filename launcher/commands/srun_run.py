@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launcher.checks.check import check_run
 from launcher.checks.expected_nodes import expected_nodes
+from launcher.checks.health.wandb import run_problems
 from launcher.cluster.job_folder import VARIABLE, JobFolder
 from launcher.cluster.node import node_resources, package_versions
 from launcher.cluster.slurm_step import SlurmStep
@@ -79,7 +80,8 @@ def _config_of_step(config: RunConfig, step: SlurmStep) -> RunConfig:
 
 
 def _first(config: RunConfig, folder: JobFolder, step: SlurmStep) -> int:
-    checked = check_run(config, expected_nodes(config.cluster.slurm, node_resources()))
+    nodes = expected_nodes(config.cluster.slurm, node_resources())
+    checked = check_run(config, nodes, run_problems(config.wandb))
     for warning in checked.warnings:
         say(f"warning: {warning}")
     _write_files(config, folder, step)

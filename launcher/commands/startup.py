@@ -7,7 +7,7 @@ from launcher.checks.check import CheckedRun
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
 from launcher.cluster.text_processes import TextProcesses
 from launcher.commands.history import fill_history, small_budget, start_history
-from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts
+from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts, training_order
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import engine_specs, trainer_spec
 from launcher.errors import judging_user_input
@@ -45,12 +45,18 @@ class Workers:
 def read_inputs(
     checked: CheckedRun, running: Processes, resume: ResumePoint, run_id: str, progress: RunProgress
 ) -> Inputs:
-    """Read and tokenise all prompts, and start the history. Raises `LaunchError` for unusable user input."""
+    """Read and tokenise all prompts, and start the history.
+
+    Raises:
+        LaunchError: the input cannot be used, or the checkpoint was made with other prompts.
+    """
     config = checked.config
     with judging_user_input():
         tokenizer = TokenizerSource(directory=config.model, template_arguments=config.data.chat_template_arguments)
         text = running.start_text_processes(tokenizer, config.reward, checked.placement.scorers)
         training = load_training_prompts(text.text_actor, config.data, groups_per_step=config.algorithm.max_groups)
+        # every trainer gets an order of its own; this one refuses a checkpoint of other prompts before engines start
+        training_order(training, config.data, seed=config.seed, state=resume.order)
         evaluation = load_evaluation_prompts(text.text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
         history = start_history(config, running, text.tokenizer, run_id=run_id, say=progress.say)
         if history is not None:

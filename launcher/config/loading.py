@@ -11,13 +11,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar, get_args
 
-import yaml
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from history.config import Config
-from launcher.config.yaml_source import Source, Value, parse_value, read
+from launcher.config.yaml_source import Source, Value, dump, parse_value, read
 from launcher.errors import ConfigError
 from megatron_rl.stages import Stage, known_settings
 
@@ -51,7 +50,7 @@ def resolved_yaml(config: Config) -> str:
     engine = values.get("engine")
     if isinstance(engine, dict) and engine.get("gpu_memory_fraction") is not None:
         engine.pop("kv_cache_bytes")
-    return yaml.safe_dump(values, sort_keys=False, default_flow_style=False, width=120)
+    return dump(values)
 
 
 def listing(path: str, problems: Sequence[str]) -> str:

@@ -1,11 +1,12 @@
-"""Reads a YAML mapping with the line of each key.
+"""Reads a YAML mapping with the line of each key, and writes one that reads back to the same values.
 
 Two differences from PyYAML's defaults prevent silent mistakes: a key given twice is refused, and `1e-4` is a number
-(YAML 1.2) rather than text (YAML 1.1).
+(YAML 1.2) rather than text (YAML 1.1). So the text `1e-4` is written in quotes.
 """
 
 import datetime
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,11 +22,17 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2 floats."""
 
 
-_Loader.add_implicit_resolver(
+class _Dumper(yaml.SafeDumper):
+    """SafeDumper that quotes a text if `_Loader` would read it as a number."""
+
+
+_FLOATS = (
     "tag:yaml.org,2002:float",
     re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?$|^[-+]?\.(inf|Inf|INF)$|^\.(nan|NaN|NAN)$"),
     list("-+0123456789."),
 )
+_Loader.add_implicit_resolver(*_FLOATS)
+_Dumper.add_implicit_resolver(*_FLOATS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +59,12 @@ def parse_value(text: str) -> Value:
     except yaml.YAMLError as error:
         raise ConfigError(f"`{text}` is not a YAML value: {_one_line(error)}") from error
     return value
+
+
+def dump(values: Mapping[str, object]) -> str:
+    """The YAML text of `values`, in their order, that `read` reads back to equal values."""
+    text: str = yaml.dump(values, Dumper=_Dumper, sort_keys=False, default_flow_style=False, width=120)
+    return text
 
 
 def read(path: Path) -> Source:

@@ -131,7 +131,7 @@ def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
         "wandb": lambda: wandb_line(
             config.wandb,
             environment=os.environ,
-            netrc_file=Path.home() / ".netrc",
+            home=Path.home(),
             is_installed=is_wandb_installed(),
         ),
     }

@@ -87,7 +87,13 @@ _DRAFTS: tuple[Row, ...] = (
     ),
     ("history/propose_s", "seconds", "sum over engines", "Time to propose drafts.", ""),
     ("history/saved_s_estimated", "seconds", "sum over engines", "Saving of drafts by the cost model.", ""),
-    ("history/saved_s_measured", "seconds", "sum", "Saving against engines without drafts, where there are any.", ""),
+    (
+        "history/saved_s_measured",
+        "seconds",
+        "sum",
+        "Saving against engines without drafts, if any; absent if groups began before the step's forwards.",
+        "",
+    ),
     ("history/damaged_segments", "segments", "sum over engines", "Segments that readers refused.", "0"),
     ("history/lost_calls", "calls", "sum", "Calls that a history process did not answer.", "0"),
     ("history/bytes", "bytes", "last, sum over shards", "Memory of the stored responses.", ""),
@@ -127,7 +133,13 @@ _DRAFTS: tuple[Row, ...] = (
 
 _SPEED: tuple[Row, ...] = (
     ("perf/response_tokens", "tokens", "sum", "Sampled tokens.", ""),
-    ("perf/rollout_tokens_s", "tokens per second", "sum of tokens over seconds", "Rate over the rollout phase.", ""),
+    (
+        "perf/rollout_tokens_s",
+        "tokens per second",
+        "sum of tokens over seconds",
+        "Rate over the rollout phase; absent if the batch was not sampled in it.",
+        "",
+    ),
     ("perf/throughput_tokens_s", "tokens per second", "sum of tokens over seconds", "Rate over the step.", ""),
     (
         "perf/attention_parity_tokens",

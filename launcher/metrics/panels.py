@@ -46,7 +46,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         _panel("k3 at staleness 0 and 1", "rollout_corr/stale_0/k3_kl", "rollout_corr/stale_1/k3_kl", log=True),
     ),
     "Rollout speed and drafts": (
-        _panel("Tokens per second", "perf/rollout_tokens_s", "perf/throughput_tokens_s"),
+        _panel("Tokens per second", "perf/throughput_tokens_s", "perf/rollout_tokens_s"),
         _panel("Tokens per forward", "history/tokens_per_forward"),
         _panel("Acceptance of drafts", "history/acceptance_rate"),
         _panel("Requests with a history", "history/hit_rate"),

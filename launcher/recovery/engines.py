@@ -3,9 +3,10 @@
 An engine of a lost node starts on another node, or is given up (`launcher.recovery.nodes`).
 
 A new engine is fenced until the next publish, which sends it all weights. A delta does not distinguish versions of
-different engines, so the channels of all engines are set up again.
+different engines, so the channels of all engines are set up again. An engine that is lost meanwhile is started, too.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -14,10 +15,12 @@ from launcher.recovery.nodes import LostNodes
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.delivery import WeightDelivery
 from rollout.engine.spec import EngineSpec
-from rollout.failures import EnginesLostError, Place, ProcessLostError
+from rollout.failures import EnginesLostError, Place, PlacedError, ProcessLostError
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.history_client import ANSWER_TIMEOUT_S, HistoryClient
 from rollout.types import EngineSlot
+
+_log = logging.getLogger(__name__)
 
 PING_TIMEOUT_S = 30.0
 """Time in which every rank of an engine that does not sample must answer."""
@@ -138,15 +141,30 @@ class EngineRestarter:
 
         Raises:
             EnginesLostError: more engines died in this run than `engine.max_restarts` allows.
-            RuntimeError: a restarted engine failed to start, or no engine is left.
+            RuntimeError: a restarted engine failed to start, no engine is left, or the trainer failed.
         """
-        lost = self.lost.find(hung=ask_ranks)
-        if not lost:
-            return 0
-        if self.sharing is not None:
-            self.sharing.to_start()
-        self.lost.start_again(self.sharing)
-        self.delivery.connect()
-        if self.history is not None:
-            self.history.connect()
-        return len(lost)
+        num_lost, lost = 0, self.lost.find(hung=ask_ranks)
+        while lost:
+            num_lost += len(lost)
+            if self.sharing is not None:
+                self.sharing.to_start()
+            self.lost.start_again(self.sharing)
+            lost = self._connect()
+        return num_lost
+
+    def _connect(self) -> tuple[int, ...]:
+        """Connect all engines; returns those that were lost meanwhile. Without any, an error is raised as it is."""
+        try:
+            self.delivery.connect()
+            if self.history is not None:
+                self.history.connect()
+        except RuntimeError as error:
+            if isinstance(error, PlacedError) and error.place.role == "trainer":
+                raise
+            # ranks are asked only if no process has ended, because an engine that samples may answer late
+            lost = self.lost.find(hung=False) or self.lost.find(hung=True)
+            if not lost:
+                raise
+            _log.warning("engine(s) %s were lost while all engines were connected: %s", list(lost), error)
+            return lost
+        return ()

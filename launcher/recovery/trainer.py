@@ -5,7 +5,7 @@ from the newest checkpoint, those of a lost node on the node that replaces it. E
 flight are given up, because the steps since the checkpoint are sampled again.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
@@ -31,6 +31,8 @@ class TrainerRestarts:
     max_restarts: int
     say: Callable[[str], None]
     repeated: Repeated = field(default=Repeated(), init=False)
+    totals: Mapping[str, float] = field(default_factory=dict, init=False)
+    """What the controllers of earlier trainers have counted, by metric (`Controller.totals`)."""
 
     def check(self, error: PlacedError) -> None:
         """Raise `error` unless a return to the checkpoint repairs it.

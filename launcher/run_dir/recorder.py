@@ -83,12 +83,19 @@ class RunRecorder:
         self._write_limit_s = WRITE_TIMEOUT_S
         self._writers: set[ProcessId] = set()
         """Processes of the text actor that have written samples."""
+        self._newest_s = [-math.inf] * len(self._engines)
+        """By engine, wall clock at the start of its newest recorded forward."""
         self._num_preempted = 0
         """Requests that were preempted since the last step, those of evaluations included."""
         self._num_lost_samples = 0
         """Steps with samples that nobody could write, because their tokens were lost with a node."""
         self._unlogged: tuple[int, dict[str, float]] | None = None
-        self._evaluated: tuple[int, dict[str, float]] | None = None
+        self._evaluated = _newest_evaluation(directory)
+        """Finished steps and metrics of the evaluation that wandb gets with the next step.
+
+        That of an earlier start may not have reached wandb, because the run stopped before its next step. If the next
+        step has another number, wandb has it, or the evaluation will be repeated.
+        """
 
     def on_progress(self, phase: str, done: int, total: int) -> None:
         """Move the bar, and finish a save that is written with the samples of its steps."""
@@ -117,10 +124,10 @@ class RunRecorder:
         if self._saves.is_under_way:
             self.flush()
             self._saves.finish_if_written(is_step=True)
-        forwards = self._record_forwards()
+        earlier_s, forwards = tuple(self._newest_s), self._record_forwards()
         metrics = {
             **metrics,
-            **self._timeline.close(ended_s, metrics["timing_s/step"]),
+            **self._timeline.close(ended_s, metrics["timing_s/step"], retired=self._engines.retired),
             **self._saves.metrics(),
             "engine/preempted": float(self._num_preempted),
             "reward/text_actor_restarts": float(max(0, len(self._writers) - 1)),
@@ -128,7 +135,8 @@ class RunRecorder:
         }
         self._num_preempted = 0
         if self._baseline_engines:
-            metrics = {**metrics, **_saving(seconds_saved(forwards, groups, self._baseline_engines))}
+            saved_s = seconds_saved(forwards, groups, self._baseline_engines, earlier_s=earlier_s)
+            metrics = {**metrics, **_saving(saved_s)}
         self._directory.append_metrics(step, metrics)
         self._status.finished(step)
         self._progress.step(step, metrics)
@@ -142,8 +150,9 @@ class RunRecorder:
         num_tokens = sum(sum(group.summary.lengths) for group in groups)
         self._write_limit_s = WRITE_TIMEOUT_S + num_tokens / WRITTEN_TOKENS_S
         self._heartbeat.ask()
-        _, evaluated = self._evaluated or (step, {})
-        self._unlogged, self._evaluated = (step, {**metrics, **evaluated}), None
+        evaluated_at, evaluated = self._evaluated or (step, {})
+        self._unlogged = (step, {**metrics, **evaluated} if evaluated_at == step else metrics)
+        self._evaluated = None
 
     def _record_forwards(self) -> list[Forwards]:
         """Append every engine's forwards since the last call to its file in `traces/`."""
@@ -153,6 +162,7 @@ class RunRecorder:
         for number, forwards in enumerate(drained):
             append_forwards(self._directory.path / "traces", number, forwards)
             self._num_preempted += int(forwards["num_preempted"].sum())
+            self._newest_s[number] = float(forwards["started_at_s"].max(initial=self._newest_s[number]))
         self._timeline.add_forwards(drained)
         return drained
 
@@ -218,18 +228,17 @@ class RunRecorder:
         """Log what no later step would log: the samples of the last step, and the evaluation after it."""
         self.flush()
         if self._evaluated is not None:
-            self._tracker.log_step(*self._evaluated)
+            self._tracker.log_evaluation(*self._evaluated)
             self._evaluated = None
 
     def on_evaluation(self, rows: list[EvaluationRow]) -> None:
         """Record an evaluation and its forwards; after the last evaluation no step would fetch them.
 
-        wandb gets it with the next step, whose number is that of the finished steps.
+        wandb gets it with the next step, whose number is that of the finished steps, also from a later start.
         """
         self._record_forwards()
-        metrics = {name: value for row in rows for name, value in row.metrics().items()}
         if rows:
-            self._evaluated = (rows[0].step, metrics)
+            self._evaluated = (rows[0].step, _metrics(rows))
         self._directory.append_evaluation([row.as_row() for row in rows])
         self._progress.evaluation(rows)
 
@@ -255,6 +264,19 @@ class RunRecorder:
     def forget_save(self) -> None:
         """Give up a checkpoint under way, because its trainer is lost."""
         self._saves.forget()
+
+
+def _newest_evaluation(directory: RunDirectory) -> tuple[int, dict[str, float]] | None:
+    """Finished steps and metrics of the newest evaluation on disk; None without one."""
+    rows = [EvaluationRow.from_row(row) for row in directory.evaluation()]
+    if not rows:
+        return None
+    step = max(row.step for row in rows)
+    return step, _metrics([row for row in rows if row.step == step])
+
+
+def _metrics(rows: Sequence[EvaluationRow]) -> dict[str, float]:
+    return {name: value for row in rows for name, value in row.metrics().items()}
 
 
 def _saving(seconds: float) -> dict[str, float]:

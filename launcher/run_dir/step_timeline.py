@@ -3,10 +3,10 @@
 Steps have no gaps between them: a step lasts from the record of the previous step to its own, and includes the
 evaluation and the checkpoint before it. The first step begins with its rollout; earlier time is set-up. Spans and
 forwards are dropped after the step in which they end. A span that is open at the end of a step counts in the next step
-from the start of that step.
+from the start of that step. An engine that was given up counts until the end of the step in which that happened.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -30,6 +30,8 @@ class StepTimeline:
         self._spans: list[Span] = []
         self._evidence: Forwards = np.zeros(0, dtype=FORWARD)
         """The newest sampled forwards, at most `MAX_FITTED`."""
+        self._given_up: frozenset[int] = frozenset()
+        """Engines that were given up before this step."""
         self._closed_s: float | None = None
         self.speed: EngineSpeed | None = None
         """Fitted at the end of the last step; None while there are too few forwards."""
@@ -43,20 +45,28 @@ class StepTimeline:
         self._forwards = [np.concatenate(pair) for pair in zip(self._forwards, forwards, strict=True)]
         self._evidence = np.concatenate([self._evidence, *_thinned(forwards)])[-MAX_FITTED:]
 
-    def close(self, end_s: float, step_s: float) -> dict[str, float]:
+    def close(self, end_s: float, step_s: float, *, retired: Collection[int] = ()) -> dict[str, float]:
         """Metrics of the step that ends at `end_s`; `step_s` is its duration without evaluation and checkpoint.
 
         Evaluation and checkpoint follow the row of their step, so the next row holds their seconds
-        (`timing_s/evaluate_before_step`). Others: `rollout.tracing.timeline.timeline_metrics`.
+        (`timing_s/evaluate_before_step`). Others: `rollout.tracing.timeline.timeline_metrics`. `retired`: numbers of
+        the engines that were given up until now; they count in this step for the last time.
         """
         start_s = end_s - step_s if self._closed_s is None else self._closed_s
         self._closed_s = end_s
+        kept = [number for number in range(len(self._forwards)) if number not in self._given_up]
+        self._given_up = frozenset(retired)
         if not end_s > start_s:  # the wall clock was set back
             return {}
         before = _before_step(self._spans)
         self.speed = fit_speed(self._evidence)
         engines = engine_timelines(
-            self._forwards, self._spans, start_s=start_s, end_s=end_s, speed=self.speed, cut_at_forwards=False
+            [self._forwards[number] for number in kept],
+            self._spans,
+            start_s=start_s,
+            end_s=end_s,
+            speed=self.speed,
+            cut_at_forwards=False,
         )
         self._spans = [span for span in self._spans if span.end_s > end_s]
         # copies, so that the memory of the step's other forwards is given back

@@ -1,8 +1,9 @@
 """Weights & Biases for a run: offline by default, one wandb run per run directory, no step twice.
 
-`wandb/tracking.json` holds the wandb run id and the last logged step. A resumed run continues under the same id and
-skips logged steps, because wandb keeps the first value of a step. The step is saved before it is logged: a kill between
-the two loses the step in wandb and never logs it twice. `metrics.jsonl` has the step in either case.
+`wandb/tracking.json` holds the wandb run id, the last logged step and the last evaluation that was logged without one.
+A resumed run continues under the same id and skips logged steps, because wandb keeps the first value of a step. The
+step is saved before it is logged: a kill between the two loses the step in wandb and never logs it twice.
+`metrics.jsonl` has the step in either case.
 
 Only this file imports wandb, inside functions. In offline mode wandb asks no question and opens no connection. If an
 online run cannot reach the server, the run goes on offline, and `wandb sync` uploads it later.
@@ -55,11 +56,14 @@ class Tracker:
         last_step: int,
         run_id: str,
         say: Callable[[str], None] = print,
+        *,
+        last_evaluation: int = -1,
     ) -> None:
         """Call `Tracker.start` instead."""
         self._run = run
         self._state_path = state_path
         self._last_step = last_step
+        self._last_evaluation = last_evaluation
         self._say = say
         self._no_table_until_s = 0.0
         """On the monotonic clock."""
@@ -90,7 +94,14 @@ class Tracker:
             return cls(None, state_path, -1, "", say)
         state = json.loads(state_path.read_text(encoding="utf-8")) if state_path.exists() else {}
         run_id = state.get("run_id") or secrets.token_hex(4)
-        tracker = cls(None, state_path, state.get("last_step", -1), run_id, say)
+        tracker = cls(
+            None,
+            state_path,
+            state.get("last_step", -1),
+            run_id,
+            say,
+            last_evaluation=state.get("last_evaluation", -1),
+        )
         tracker._save()
         tracker._run = _start_run(config, run_dir, run_id, settings, say)
         return tracker
@@ -103,6 +114,18 @@ class Tracker:
         self._save()
         if not samples or not self._log_with_table(self._run, step, metrics, samples):
             self._log_alone(self._run, step, metrics)
+        return True
+
+    def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Logs the evaluation after `step` steps, the last ones; False if wandb has it, or the step of that number.
+
+        It does not count as the step: if the run gets more steps, `log_step` logs the one with this number.
+        """
+        if self._run is None or step <= max(self._last_step, self._last_evaluation):
+            return False
+        self._last_evaluation = step
+        self._save()
+        self._log_alone(self._run, step, metrics)
         return True
 
     def _log_with_table(
@@ -159,7 +182,8 @@ class Tracker:
 
     def _save(self) -> None:
         self._state_path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(self._state_path, json.dumps({"run_id": self.run_id, "last_step": self._last_step}) + "\n")
+        state = {"run_id": self.run_id, "last_step": self._last_step, "last_evaluation": self._last_evaluation}
+        replace_text(self._state_path, json.dumps(state) + "\n")
 
 
 def _start_run(

@@ -8,7 +8,8 @@ unfinished at that time with `planner.overlap` or `planner.head_start`, and in a
 1. Engines sample. The trainer is in host memory.
 2. Engines sleep. The trainer trains.
 3. The trainer offloads gradients and optimizer. Engines allocate their weights and receive new ones.
-4. The trainer offloads its weights after its last part in checking the publish. Engines allocate keys and values.
+4. After its last part in checking the publish, the trainer releases the sent buckets and offloads its weights. Engines
+   allocate keys and values.
 
 Weights are sent elsewhere (`megatron_rl.controller.delivery`).
 
@@ -113,6 +114,8 @@ class DeviceSharing:
             self.trainer.offload(("weights",))
             self.has_weights_away = True
         if self.asleep:
+            # sent buckets may lie on the device, and a delivery only begins to release them
+            self.trainer.finish_unstage(timeout_s=self.timeout_s)
             self.engines.wake("kv_cache", timeout_s=self.timeout_s)
             self.asleep = self.has_woken_weights = False
 

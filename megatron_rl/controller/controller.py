@@ -12,7 +12,7 @@ The controller never holds tokens, only handles (`ScoredGroup.columns`), and nev
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NoReturn, Protocol
@@ -109,6 +109,8 @@ class Controller:
     """None: engines do not draft."""
     first_step: int = 0
     repeated: Repeated = Repeated()
+    earlier: Mapping[str, float] = field(default_factory=dict)
+    """`totals` of the controller before this one, by metric; empty for the first one."""
     stop_requested: Callable[[], bool] = lambda: False
     """Whether the run is to end early. Asked before each step and during its rollout."""
     guard: Guard | None = None
@@ -159,10 +161,9 @@ class Controller:
             self.planner.consumed(groups)
             self._make_ready(step + 1)
             batch = self._batch(groups, step)
-            with self.phases.train():
+            with self.phases.train(afterwards=self.restarter.restart_lost):  # the pool must not wait for vLLM's start
                 result = self.trainer.train(batch)
-            self.num_trained += 1
-            self.restarter.restart_lost()
+                self.num_trained += 1
             published = self._publish(step + 1)
             self._record(step, groups, batch, result, published)
             self._after(step + 1)
@@ -272,7 +273,9 @@ class Controller:
         self, step: int, groups: list[ScoredGroup], batch: TrainBatch, result: StepResult, published: PublishReport
     ) -> None:
         metrics = (
-            step_metrics(groups, batch.counts, result, published, self.phases.clock.seconds()) | self.planner.metrics()
+            step_metrics(groups, batch.counts, result, published, self.phases.clock.seconds())
+            | self.planner.metrics()
+            | self.totals()
         )
         metrics["trainer/restarts"] = float(self.repeated.num_restarts)
         metrics["trainer/repeated_steps"] = float(self.repeated.num_steps)
@@ -280,13 +283,6 @@ class Controller:
         metrics["engine/serving"] = float(self.restarter.num_serving)
         metrics["cluster/lost_nodes"] = float(self.restarter.num_lost_nodes)
         metrics["engine/hung"] = float(self.pool.num_hung)
-        metrics["reward/scorer_restarts"] = float(self.pool.num_scorer_restarts)
-        metrics["reward/worker_restarts"] = float(self.pool.reward_workers.num_restarts)
-        metrics["reward/repeated_calls"] = float(self.pool.reward_workers.num_repeated)
-        metrics["reward/stray_processes"] = float(self.pool.reward_workers.num_strays)
-        metrics["publish/repeated"] = float(self.num_repeated_publishes)
-        metrics["engine/reissued_groups"] = float(self.pool.num_reissued)
-        metrics["planner/moved_groups"] = float(self.pool.migration.num_moved)
         if self.algorithm.max_refill:
             metrics["timing_s/refill"] = self._refill_s
         if self.history is not None:
@@ -295,6 +291,22 @@ class Controller:
             metrics |= self.guard.after_step(step, result.metrics, published)
             self.planner.limit_overlap(self.guard.in_force.overlap)
         self.recorder.on_step(step, metrics, groups)
+
+    def totals(self) -> dict[str, float]:
+        """Counts by metric, of this controller and of those before it, whose pool and planner are gone."""
+        workers = self.pool.reward_workers
+        counts = {
+            "reward/scorer_restarts": self.pool.num_scorer_restarts,
+            "reward/worker_restarts": workers.num_restarts,
+            "reward/repeated_calls": workers.num_repeated,
+            "reward/stray_processes": workers.num_strays,
+            "publish/repeated": self.num_repeated_publishes,
+            "engine/reissued_groups": self.pool.num_reissued,
+            "planner/moved_groups": self.pool.migration.num_moved,
+        }
+        if self.planner.num_waits is not None:
+            counts["planner/waits_for_age"] = self.planner.num_waits
+        return {name: self.earlier.get(name, 0.0) + count for name, count in counts.items()}
 
     def _after(self, finished_steps: int) -> None:
         last = finished_steps == self.settings.num_steps

@@ -41,7 +41,11 @@ class WeightDelivery(Protocol):
     """One transport between a trainer and its engines."""
 
     def connect(self) -> None:
-        """Connect trainer ranks and engines; call it once, before the first publish."""
+        """Connect trainer ranks and engines: before the first publish, and again after engines were replaced.
+
+        Raises:
+            PlacedError: naming an engine that did not join, or the trainer.
+        """
         ...
 
     def deliver(self, manifest: WeightManifest, meanwhile: Meanwhile, *, with_sums: bool = True) -> DeliveryReport:
@@ -113,8 +117,11 @@ class StreamingDelivery:
             backend=self._backend,
         )
         joining = self._engines.begin_init_transport(dict(zip(nodes, channels, strict=True)))
-        self._trainer.ranks.call("attach_group", order[0], channels[order[0]])
+        first = list(nodes)[order[0]]
+        faults = self._trainer.attach_group(first, channels[order[0]])
         self._engines.wait(joining, timeout_s=self._timeout_s)
+        if fault := next(filter(None, faults), ""):
+            raise DeadlineError(fault, Place(role="engine", ranks=(first,)))
 
     def deliver(self, manifest: WeightManifest, meanwhile: Meanwhile, *, with_sums: bool = True) -> DeliveryReport:
         """Send and apply bucket after bucket."""

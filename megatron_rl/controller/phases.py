@@ -96,12 +96,13 @@ class Phases:
             yield
 
     @contextmanager
-    def train(self) -> Iterator[None]:
-        """The trainer trains."""
+    def train(self, afterwards: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """The trainer trains. Then `afterwards` is called, while engines go on as before; it is no part of the span."""
         with self._policy.trainer_works():
             self._make_room()
             with self.clock.phase("trainer", "train"):
                 yield
+            afterwards()
 
     @contextmanager
     def publish(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ from megatron_rl.trainer.messages import TrainerProof
 from megatron_rl.weights.quantization_stats import sum_stats
 from megatron_rl.weights.reshard_plan import ReshardPlan
 from rollout.engine.state import EngineProof
-from rollout.failures import CallError, Place
+from rollout.failures import CallError, Place, ProcessLostError
 from rollout.pool.engine_group import EngineGroup
 from rollout.types import WeightVersion
 from rollout.weights.fingerprint_sums import Lenience
@@ -110,6 +110,7 @@ class Publisher:
 
         Raises:
             PublishRefusedError: an engine refused the weights, or its weight sums or its probe did not match.
+            ProcessLostError: every engine was lost before its proof; `version` stays.
             RuntimeError: a rank or an engine failed, ended or was late.
         """
         try:
@@ -134,6 +135,12 @@ class Publisher:
         self._begin_part("prove")
         expected = self._trainer.finish_proof(timeout_s=self._timeout_s)
         proofs = self._prove(version, expected)
+        if not (report.updates and proofs):  # calls to no engine succeed
+            lost = self._engines.lost
+            raise ProcessLostError(
+                f"weight version {version} has reached no engine; engine(s) {list(lost)} are lost",
+                Place(role="engine", ranks=lost),
+            )
         self._engines.resume(timeout_s=self._timeout_s)
         self.version = policy_version
         return PublishReport(

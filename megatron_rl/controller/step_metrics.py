@@ -1,7 +1,8 @@
 """The metrics of one step by name; verl's names where the meaning is the same.
 
 Counters of dropped, substituted or truncated responses are always present, zero included, so that a missing counter is
-never mistaken for zero. Rewards are absent if no response was scored. Pure. docs/metrics.md lists units and reductions.
+never mistaken for zero. Rewards are absent if no response was scored, and the speed of the rollout if the batch was not
+sampled in it. Pure. docs/metrics.md lists units and reductions.
 """
 
 from collections import defaultdict
@@ -13,6 +14,13 @@ from megatron_rl.batching.batch import BatchCounts
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.trainer.messages import StepResult
 from rollout.types import FinishReason, ScoredGroup, ScoreStatus
+
+MOST_SAMPLING = 1.1
+"""Most seconds from the first start of a batch's groups to their last end, as a multiple of those of the rollout phase.
+
+A few calls lie between a start and the phase. Groups that began far earlier were not sampled in the phase's seconds, so
+tokens over these seconds are no speed. They began while the trainer worked on the step before, or beside an evaluation.
+"""
 
 
 def step_metrics(
@@ -74,8 +82,11 @@ def _lengths(groups: Sequence[ScoredGroup]) -> dict[str, float]:
 
 def _speed(groups: Sequence[ScoredGroup], seconds: dict[str, float]) -> dict[str, float]:
     tokens = sum(sum(group.summary.lengths) for group in groups)
+    first_s = min(group.summary.started_at_s for group in groups)
+    last_s = max(group.summary.finished_at_s for group in groups)
     metrics = {f"timing_s/{phase}": value for phase, value in seconds.items()}
     metrics["perf/response_tokens"] = float(tokens)
-    metrics["perf/rollout_tokens_s"] = tokens / seconds["rollout"]
+    if last_s - first_s <= MOST_SAMPLING * seconds["rollout"]:
+        metrics["perf/rollout_tokens_s"] = tokens / seconds["rollout"]
     metrics["perf/throughput_tokens_s"] = tokens / seconds["step"]
     return metrics

@@ -14,8 +14,10 @@ from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof, TrainerSpec
 from rollout import progress
 from rollout.data.sft_rows import SftRows
+from rollout.failures import DeadlineError
 from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory, StoreAddress
+from rollout.transports.shm_files import sweep
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
 from rollout.weights.manifest import Required
 
@@ -39,6 +41,7 @@ class TrainerActor:
         redirect_output()
         write_stacks_on_signal()
         progress.open_page()
+        sweep()  # a trainer before this one may have been killed in a publish, on a node that only its ranks use
         shim.install()
         self._spec = spec
         self._rank = rank
@@ -143,8 +146,12 @@ class TrainerActor:
         self._stores = [StoreServer(host) for _ in range(num_engines)]
         return [store.address for store in self._stores]
 
-    def attach_group(self, engine: int, channel: GroupChannel) -> None:
-        """Publish through the process group of an engine, the first of its chain, from now on."""
+    def attach_group(self, engine: int, channel: GroupChannel) -> str:
+        """Publish through the process group of an engine, the first of its chain, from now on.
+
+        Returns why the group is not complete; empty if nothing failed. That is no error of this rank, whose peers would
+        lose the trainer by it.
+        """
         from rollout.transports.streaming import GroupSender
 
         progress.begin("join engines", kind="handover")
@@ -158,9 +165,14 @@ class TrainerActor:
             full_every=publish.delta_full_every,
         )
         if self._rank in channel.source_ranks:
-            sender.attach(engine, channel)
+            try:
+                sender.attach(engine, channel)
+            except DeadlineError as error:
+                self._sender = None
+                return str(error)
         self._sender = sender
         progress.mark("joined")
+        return ""
 
     def open_colocated(self, hosted: Sequence[Sequence[int]], memory: Memory, nodes: Sequence[str]) -> None:
         """Publish by sharing device memory from now on; call `plan_publishes` first.

@@ -28,7 +28,7 @@ from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, 
 from rollout.patience import LOOK_S, Patience
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
-from rollout.transports.base import StoreAddress
+from rollout.transports.base import GroupChannel, StoreAddress
 from rollout.weights.fingerprint_sums import add_up
 from rollout.weights.manifest import Required
 
@@ -240,21 +240,30 @@ class TrainerGroup:
         addresses = _results(self.ranks.call("open_stores", first_rank, num_engines), list)
         return list(addresses[first_rank])
 
+    def attach_group(self, engine: int, channel: GroupChannel) -> list[str]:
+        """Join the process group of an engine on every rank that sends; by rank, why it is not complete, or empty."""
+        return _results(self.ranks.call("attach_group", engine, channel), str)
+
     def plan_publishes(self, required: Sequence[Required]) -> None:
         """Plan publishes on every rank; `required` as in `plan_reshard`."""
         self.ranks.call("plan_publishes", ray.put(list(required)))
 
     def stage(self, weight_version: int, *, timeout_s: float, with_sums: bool = True) -> list[StagedWeights]:
         """Quantise and stage a publish on every rank; `with_sums` as in `WeightPacker.send`."""
-        self.ranks.wait(self._unstaging, "unstage", timeout_s=timeout_s)
+        self.finish_unstage(timeout_s=timeout_s)
         return _results(self.ranks.call("stage", weight_version, with_sums, timeout_s=timeout_s), StagedWeights)
 
     def unstage(self) -> None:
         """Start releasing the staged publish on every rank, without waiting.
 
-        The next `stage` raises its errors.
+        `finish_unstage` or the next `stage` raises its errors.
         """
         self._unstaging = self.ranks.begin("unstage")
+
+    def finish_unstage(self, *, timeout_s: float) -> None:
+        """Wait until every rank has released what the last `unstage` releases; engines may then use its memory."""
+        self.ranks.wait(self._unstaging, "unstage", timeout_s=timeout_s)
+        self._unstaging = ()
 
     def begin_proof(self, token_ids: Sequence[int]) -> None:
         """Start computing what engines must find, on every rank, after `stage`; `finish_proof` waits for it."""

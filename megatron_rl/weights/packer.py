@@ -192,7 +192,7 @@ class WeightPacker:
         Raises:
             ValueError: a weight is not finite; its bucket has not been handed over.
         """
-        self.watch.begin()
+        self.watch.begin(weight_version)
         self._sums.begin(with_sums)
         sender.open(weight_version, [bucket for bucket, _ in self._buckets])
         self.pack_s = self.send_s = self.sums_s = 0.0

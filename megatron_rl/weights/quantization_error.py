@@ -1,12 +1,16 @@
-"""Measures quantisation of one rank's publishes: error, saturated codes, and codes changed since the last publish.
+"""Measures quantisation of one rank's publishes: error, saturated codes, and codes changed since the last version.
 
 Only the first 1/128 of the rows of each sent piece is measured, so that publishing does not get slower. The first rows
 are consecutive, so they include whole blocks of rows that share a scale.
+
+A version may be published again, because an engine died. Its codes are the same, and no piece of it is measured twice.
+So the sums stay those of the first time. One copy of the measured codes is kept, one byte each.
 """
 
 import torch
 
 from megatron_rl.weights.quantization_stats import QuantizationStats, total
+from rollout.types import WeightVersion
 from rollout.weights.manifest import Box
 
 SAMPLED = 128
@@ -20,11 +24,16 @@ class CodeWatch:
 
     def __init__(self) -> None:
         self._before: dict[tuple[str, Box], torch.Tensor] = {}
+        """Codes of the newest version in which a piece was measured."""
+        self._version = WeightVersion(-1)
+        self._measured: set[tuple[str, Box]] = set()
+        """Pieces that have been measured in this version."""
         self._sums: dict[int, QuantizationStats] = {}
 
-    def begin(self) -> None:
-        """Start a new publish: drop the sums of the last one."""
-        self._sums = {}
+    def begin(self, version: WeightVersion) -> None:
+        """Start a publish: drop the sums of the last one, unless it was of the same version."""
+        if version != self._version:
+            self._version, self._measured, self._sums = version, set(), {}
 
     def add(
         self,
@@ -36,7 +45,7 @@ class CodeWatch:
         *,
         as_is: bool | None = None,
     ) -> None:
-        """Measure the first rows of a piece.
+        """Measure the first rows of a piece, once in a version.
 
         Args:
             name: Hugging Face name of the matrix.
@@ -46,6 +55,8 @@ class CodeWatch:
             values: the decoded codes, [rows, K], float32.
             as_is: for FP8 parameters, whether `codes` are the parameter's own; None for other parameters.
         """
+        if (name, box) in self._measured:
+            return
         exact, raw = weight.float(), codes.view(torch.uint8)
         gaps = values - exact
         before = self._before.get((name, box))
@@ -62,6 +73,7 @@ class CodeWatch:
         )
         self._sums[layer] = total((self._sums.get(layer, QuantizationStats()), measured))
         self._before[name, box] = raw.clone()
+        self._measured.add((name, box))
 
     def sums(self) -> dict[int, QuantizationStats]:
         """Sums of the current publish, by layer."""

@@ -22,9 +22,9 @@ class QuantizationStats(NamedTuple):
     num_saturated: int = 0
     """Codes of the largest magnitude."""
     num_compared: int = 0
-    """Codes whose value at the last publish is known."""
+    """Codes whose value in the last published version is known."""
     num_changed: int = 0
-    """Those of `num_compared` that differ from the last publish."""
+    """Those of `num_compared` that differ from it."""
     num_as_is: int = 0
     """Codes of FP8 parameters sent unchanged."""
     num_requantised: int = 0

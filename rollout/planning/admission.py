@@ -53,7 +53,12 @@ class Admission(Protocol):
         ...
 
     def progress(self, version: int) -> tuple[int, int]:
-        """(complete groups, groups of batch `version`)"""
+        """(complete groups, groups of batch `version`); the first is smaller while `batch` returns None"""
+        ...
+
+    @property
+    def num_ahead(self) -> int:
+        """Groups that are admitted and in no batch yet."""
         ...
 
 
@@ -114,6 +119,11 @@ class FixedBatches:
         """(complete groups, groups) of this step."""
         step = self._steps[version]
         return len(step.groups) - step.num_missing, len(step.groups)
+
+    @property
+    def num_ahead(self) -> int:
+        """Groups that are admitted and in no batch yet; those that `upcoming` has drawn do not count."""
+        return sum(len(step.admitted) for step in self._steps.values())
 
     def _new(self, number: int, share: float) -> list[GroupForecast]:
         """The groups of a step's longest `share` that are not admitted."""
@@ -184,8 +194,8 @@ class FlexibleBatches:
 
     def batch(self, version: int) -> list[GroupId] | None:
         """The first complete groups by start version, if all others can still meet their deadlines; else None."""
-        num_complete, size = self.progress(version)
-        if num_complete < size:
+        size = self._size
+        if self._num_complete < size:
             return None
         if not self._leaves_room(version, size):
             self.num_waits += not self._waits
@@ -202,9 +212,24 @@ class FlexibleBatches:
         return sorted(chosen)
 
     def progress(self, version: int) -> tuple[int, int]:
-        """(complete groups, at most one batch; groups of the batch)"""
-        size = min(self.groups_per_step, self._num_outstanding)
-        return min(sum(len(groups.complete) for groups in self._by_start.values()), size), size
+        """(complete groups, fewer than a batch while `batch` returns None; groups of the batch)"""
+        size = self._size
+        is_complete = self._num_complete >= size and self._leaves_room(version, size)
+        return size if is_complete else min(self._num_complete, size - 1), size
+
+    @property
+    def num_ahead(self) -> int:
+        """Groups that are admitted and in no batch yet."""
+        return self._num_outstanding
+
+    @property
+    def _size(self) -> int:
+        """Groups of the next batch."""
+        return min(self.groups_per_step, self._num_outstanding)
+
+    @property
+    def _num_complete(self) -> int:
+        return sum(len(groups.complete) for groups in self._by_start.values())
 
     def _ahead(self) -> tuple[list[GroupForecast], int]:
         """The groups of further steps until `overlap` steps are outstanding, and the first step after them."""

@@ -2,7 +2,8 @@
 
 A waiting group has a home: the engine for which it was planned. An engine starts the groups of its home, older steps
 first. If work is shared, it starts the longest group that waits for another engine before a group of a younger step.
-Thus no engine runs ahead while the trainer waits for a batch.
+Thus no engine runs ahead while the trainer waits for a batch. Where several engines have room, `rank` says which of
+them starts first, so that a group leaves its home only if its home has no room.
 
 Invariants (`check_integrity`): a group waits at most once; a running group does not wait. The expected tokens of an
 engine are those of its waiting and its running groups.
@@ -12,7 +13,7 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollout.planning.plan import EngineLoad, GroupForecast, RolloutPlan
+from rollout.planning.plan import FIRST, EngineLoad, GroupForecast, RolloutPlan
 from rollout.types import GroupId
 
 _Entry = tuple[int, float, int, GroupForecast]
@@ -30,7 +31,7 @@ def free_seats_for(group_size: int, num_seats: int) -> int:
 
 @dataclass(slots=True)
 class Dispatcher:
-    """Queues of all engines. All methods but `peek`, `loads`, `homes`, `queued_tokens` and `check_integrity` mutate."""
+    """Queues of all engines. `admit`, `take`, `finish`, `requeue`, `close` and `open` mutate."""
 
     num_engines: int
     num_stolen: int = 0
@@ -86,11 +87,26 @@ class Dispatcher:
 
     def peek(self, engine: int) -> GroupForecast | None:
         """The group that the engine would start next; None if there is none."""
+        found = self.rank(engine)
+        return found[2] if found is not None else None
+
+    def rank(self, engine: int) -> tuple[int, bool, GroupForecast] | None:
+        """(step or run of steps, whether the group leaves its home, group) of `peek`; the smallest starts first.
+
+        Groups that were planned without a forecast, as those of an evaluation, are at home everywhere.
+        """
         if engine in self._closed:
             return None
         home, shared = self._first(self._homes[engine]), self._first(self._shared)
-        entry = shared if home is None or (shared is not None and shared[0] < home[0]) else home
-        return entry[3] if entry is not None else None
+        leaves_home = home is None or (shared is not None and shared[0] < home[0])
+        entry = shared if leaves_home else home
+        if entry is None:
+            return None
+        return entry[0], leaves_home and entry[3].step != FIRST, entry[3]
+
+    def home(self, group_id: GroupId) -> int:
+        """The engine for which a waiting group waits."""
+        return self._waiting[group_id][0]
 
     def take(self, engine: int) -> GroupForecast | None:
         """Return the group of `peek`; the engine runs it from now on."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from rollout.types import GroupId, PromptGroup
 
-_FIRST = -1
+FIRST = -1
 """Step of groups that go before all others: evaluations."""
 
 
@@ -64,7 +64,7 @@ def plan_first(groups: Sequence[PromptGroup], *, num_engines: int) -> RolloutPla
     forecasts = [
         GroupForecast(
             group_id=group.group_id,
-            step=_FIRST,
+            step=FIRST,
             num_responses=len(group.seeds),
             tokens=float(group.sampling.max_response_tokens),
         )

@@ -130,7 +130,7 @@ class Planner:
         return self._admission.batch(step)
 
     def progress(self, step: int) -> tuple[int, int]:
-        """(complete groups of step `step`'s batch, groups of that batch)."""
+        """(complete groups of step `step`'s batch, groups of that batch); equal only if it is complete."""
         return self._admission.progress(step)
 
     def outdated(self, step: int) -> list[GroupId]:
@@ -181,12 +181,17 @@ class Planner:
 
     def metrics(self) -> dict[str, float]:
         """Quality of length forecasts, and admission counters."""
-        metrics = {**self.lengths.metrics(), "planner/groups_ahead": float(len(self._draws.groups))}
+        metrics = {**self.lengths.metrics(), "planner/groups_ahead": float(self._admission.num_ahead)}
         if isinstance(self._admission, RefilledBatches):
             return {**metrics, **refill_metrics(self._admission.counts)}
         if isinstance(self._admission, FlexibleBatches):
-            return {**metrics, "planner/waits_for_age": float(self._admission.num_waits)}
+            return metrics
         return {**metrics, "planner/head_start": self._admission.head_start}
+
+    @property
+    def num_waits(self) -> int | None:
+        """Waits for a group at the staleness bound since the start; None for a policy that never waits."""
+        return self._admission.num_waits if isinstance(self._admission, FlexibleBatches) else None
 
     # -- inside ------------------------------------------------------------------------------------
 

@@ -213,6 +213,11 @@ class RefilledBatches:
         return min(self._num_with_signal, self.groups_per_step - 1), self.groups_per_step
 
     @property
+    def num_ahead(self) -> int:
+        """Groups that are admitted and have not left."""
+        return len(self._open)
+
+    @property
     def _signal_share(self) -> float:
         """Expected share of groups with signal; 1 before any was scored."""
         return (self._seen_with_signal + 1) / (self._seen + 1)

@@ -28,7 +28,7 @@ class Batches(Protocol):
         ...
 
     def progress(self, step: int) -> tuple[int, int]:
-        """(groups of the batch that are complete, groups that the batch needs)"""
+        """(groups of the batch that are complete, groups that the batch needs); equal only if the batch is complete"""
         ...
 
 

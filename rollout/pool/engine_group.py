@@ -276,7 +276,7 @@ class EngineGroup:
 
         It is the last call of a publish: the others serve these weights already, and would refuse them a second time.
         """
-        self._measure(self._begin("resume", NoneType), timeout_s=timeout_s)
+        self._measure(self._begin("resume", NoneType), timeout_s=timeout_s, ends_late=True)
 
     def fence(self, faults: Mapping[int, str], *, timeout_s: float) -> None:
         """The given engines stop sampling until the next publish, because of the fault under their number."""
@@ -292,11 +292,11 @@ class EngineGroup:
         self._begin("draft_stats", DraftStats, keeps_requests)
 
     def history_figures(self, *, timeout_s: float) -> dict[int, tuple[DraftStats, int]]:
-        """See `EngineActor.history_figures`; without engines that have died."""
+        """See `EngineActor.history_figures`; without engines that have died or are late."""
         return self._measure(self._begin("history_figures", tuple), timeout_s=timeout_s)
 
     def drain_trace(self, *, timeout_s: float) -> dict[int, Forwards]:
-        """Each engine's forwards since the last call; without engines that have died."""
+        """Each engine's forwards since the last call; without engines that have died or are late."""
         return self._measure(self._begin("drain_trace", np.ndarray), timeout_s=timeout_s)
 
     def states(self, *, timeout_s: float) -> dict[int, EngineState]:
@@ -322,8 +322,12 @@ class EngineGroup:
         refs = {number: getattr(self._actors[number], method).remote(*given) for number, given in args.items()}
         return EngineCall(method=method, kind=kind, refs=refs)
 
-    def _measure(self, call: EngineCall[Answer], *, timeout_s: float) -> dict[int, Answer]:
-        """Answers of engines that live: a figure is no reason to end a run. Engines that have died become lost."""
+    def _measure(self, call: EngineCall[Answer], *, timeout_s: float, ends_late: bool = False) -> dict[int, Answer]:
+        """Answers of engines that live: a figure is no reason to end a run. Engines that have died become lost.
+
+        Late engines are left out: vLLM's ranks answer after their forward, and a long prefill is no hang (decision 46).
+        With `ends_late` they are ended.
+        """
         numbers = {ref: number for number, ref in call.refs.items()}
         done, late = wait_for_all(list(numbers), timeout_s=timeout_s)
         answers = {}
@@ -336,8 +340,13 @@ class EngineGroup:
                 self.check_alive(timeout_s=timeout_s)
                 if numbers[ref] in self.alive:
                     raise
-        for ref in late:
-            self.end_hung(numbers[ref], f"had not finished `{call.method}` after {timeout_s:.0f} s")
+        for number in sorted(numbers[ref] for ref in late):
+            why = f"had not finished `{call.method}` after {timeout_s:.0f} s"
+            if ends_late:
+                self.end_hung(number, why)
+            else:
+                at = on_machines([host] if (host := self.host_of(number)) else [])
+                _log.warning("engine %d%s %s; its answer is left out", self._first + number, at, why)
         return dict(sorted(answers.items()))
 
     def _call_living(self, method: str, *args: object, timeout_s: float) -> None:

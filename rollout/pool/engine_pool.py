@@ -102,8 +102,8 @@ class EnginePool:
         """Engines as this pool knows them."""
         self._closed: set[int] = set()
         """Lost engines whose queues are closed."""
-        self._seat_calls: dict[ray.ObjectRef, int] = {}
-        """Engines that were asked to answer when enough seats are free, by the call."""
+        self._seat_calls: dict[ray.ObjectRef, tuple[int, int]] = {}
+        """By the call, the engine that was asked, and how many of its responses have ended when it answers."""
         self._survey = MigrationSurvey(self.migration, engines, self._dispatcher, self._places)
 
     @property
@@ -135,7 +135,7 @@ class EnginePool:
         }
 
     def planned(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> dict[int, list[PromptGroup]]:
-        """By engine, the groups that `admit` would queue there; without work sharing it also starts them there."""
+        """By engine, the groups that `admit` would queue there; while it has room, it starts a plan's groups itself."""
         by_id = {group.group_id: group for group in groups}
         queues = self._over_all(groups, plan).queues
         return {engine: [by_id[forecast.group_id] for forecast in queue] for engine, queue in enumerate(queues)}
@@ -149,7 +149,7 @@ class EnginePool:
     def admit(self, groups: Sequence[PromptGroup], plan: RolloutPlan | None = None) -> None:
         """Queue `groups` as planned for the engines of `loads`, and start those for which there are free seats.
 
-        Without a plan they go before all waiting groups, and any engine takes the next one.
+        Without a plan they go before all waiting groups, and the emptiest engine takes the next one.
         """
         self._places.admit(groups)
         self._dispatcher.admit(self._over_all(groups, plan))
@@ -256,15 +256,16 @@ class EnginePool:
         self._seats.check_integrity()
 
     def _dispatch(self) -> None:
-        """Give groups to the emptiest engine until no engine has room; ask full engines to report free seats."""
+        """Start waiting groups until no engine has room; ask full engines to report free seats."""
         self._follow_lost_engines()
         assigned = assign_seats(self._dispatcher, self._seats, self._engines.alive)
         for engine, forecast in assigned.starts:
             self._start(forecast, engine=engine)
-        asked = set(self._seat_calls.values())
+        asked = dict(self._seat_calls.values())  # by engine the last question, which is the one for the fewest
         for engine, num_ended in assigned.full.items():
-            if engine not in asked:
-                self._seat_calls[self._engines.actors[engine].ended_at_least.remote(num_ended)] = engine
+            if engine not in asked or num_ended < asked[engine]:
+                call = self._engines.actors[engine].ended_at_least.remote(num_ended)
+                self._seat_calls[call] = (engine, num_ended)
         self._survey.ask(self._closed)
 
     def _start(self, forecast: GroupForecast, *, engine: int) -> None:
@@ -335,7 +336,7 @@ class EnginePool:
             raise _failed(source, "in_flight", error) from error
 
     def _report_seats(self, ref: ray.ObjectRef) -> None:
-        engine = self._seat_calls.pop(ref)
+        engine, _ = self._seat_calls.pop(ref)
         try:
             num_ended: int = ray.get(ref)
         except ray.exceptions.RayActorError as error:
@@ -347,13 +348,17 @@ class EnginePool:
 
     def _forget_seat_calls(self, engine: int) -> None:
         """What an engine was asked about free seats counts responses that it will not end."""
-        self._seat_calls = {ref: number for ref, number in self._seat_calls.items() if number != engine}
+        self._seat_calls = {ref: asked for ref, asked in self._seat_calls.items() if asked[0] != engine}
 
     def _take_back_seats(self, item: Generating) -> None:
-        """A group never reached its engine; nothing if the engine was lost since, so that its seats were reset."""
-        if item.engine not in self._closed and self._engines.incarnations[item.engine] == item.incarnation:
+        """A group never reached its engine."""
+        if self._has_seats(item):
             self._seats.take_back(item.engine, len(item.group.seeds))
             self._forget_seat_calls(item.engine)
+
+    def _has_seats(self, item: Generating) -> bool:
+        """Whether the seats of a group count still: not if its engine was lost since, so that they were reset."""
+        return item.engine not in self._closed and self._engines.incarnations[item.engine] == item.incarnation
 
     def _lose(self, engine: int, error: Exception) -> None:
         """Mark an engine as lost; StepLostError in a deterministic run."""
@@ -429,7 +434,9 @@ class EnginePool:
             if summary.is_unfinished:
                 self._reissue(ref, group_id, sampled)
                 return
-        elif target is not None:
+        elif self._has_seats(item):
+            self._seats.returned(item.engine, len(item.group.seeds))
+        if target is not None:
             self._places.interrupt(ref, sampled)
             self._dispatcher.requeue(group_id, at=target)
             return

@@ -46,6 +46,8 @@ class HistoryClient:
         """Groups that began on another node than planned, since the last metrics."""
         self._num_unread = 0
         """Of these, groups on a node without a reader, since the start."""
+        self._lost_by_engine: dict[int, int] = {}
+        """Calls that no shard received, since the engine's start, as each engine said last; a late one says nothing."""
 
     def connect(self) -> None:
         """Let the engines send finished responses to the shards."""
@@ -127,11 +129,12 @@ class HistoryClient:
 
     def metrics(self) -> dict[str, float]:
         """Draft metrics since the last call or `discard_drafts`, and metrics of the history."""
-        figures = self._engines.history_figures(timeout_s=ANSWER_TIMEOUT_S).values()
+        figures = self._engines.history_figures(timeout_s=ANSWER_TIMEOUT_S)
+        self._lost_by_engine |= {number: num_lost for number, (_, num_lost) in figures.items()}
         report = self._service.report()
         return {
-            **sum((drafted for drafted, _ in figures), DraftStats()).metrics(),
-            **self._state_metrics(report, sum(num_lost for _, num_lost in figures)),
+            **sum((drafted for drafted, _ in figures.values()), DraftStats()).metrics(),
+            **self._state_metrics(report, sum(self._lost_by_engine.values())),
             **return_metrics(report.returns),
         }
 

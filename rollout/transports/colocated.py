@@ -44,7 +44,7 @@ class SharedRegion(Protocol):
         ...
 
     def remove(self) -> None:
-        """Release the memory; processes that have it mapped keep it."""
+        """Release the memory, which no process reads any more."""
         ...
 
 

@@ -3,14 +3,19 @@
 Groups are bare `ProcessGroupGloo` and `ProcessGroupNCCL` objects over their own store, apart from the default groups of
 Megatron and vLLM. All differences between the two backends are in this file:
 
-* gloo closes a connection when a deadline has passed. NCCL has no deadline, and its watchdog ends the process. So NCCL
-  transfers are polled, and the group is aborted (`leave`) before the watchdog acts.
+* gloo closes a connection when a deadline has passed. NCCL has no deadline. So NCCL transfers are polled, and the group
+  is aborted (`leave`) after a missed deadline, or after an error such as the death of a peer.
+* torch has a watchdog for each NCCL group. It would end this process because a peer has died. So groups of transports
+  have none (`_without_watchdog`).
 * NCCL creates a communicator at the first transfer between two ranks, and the transfer blocks until both have started
   it. So ranks create communicators when they join. NCCL has no tags, so both ends start the transfers of a pair in the
   same order.
 """
 
+import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Protocol, cast
 from weakref import WeakKeyDictionary
@@ -19,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from rollout.failures import DeadlineError
+from rollout.failures import DeadlineError, brief
 from rollout.transports.base import Backend, GroupChannel
 from rollout.transports.secret_store import SecretStore
 from rollout.transports.store_server import listen
@@ -27,6 +32,8 @@ from rollout.transports.store_server import listen
 POLL_S = 0.0002
 MEET_TAG = 1 << 30
 """Tag that no bucket uses."""
+_NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
+"""Variable that torch reads when it makes an NCCL group. With 1 it starts no watchdog: `done` finds all errors."""
 
 
 class Group(Protocol):
@@ -69,7 +76,7 @@ def join(channel: GroupChannel, group_rank: int) -> Group:
     Whoever opened the store (`rollout.transports.store_server`) keeps it while the group exists.
 
     Raises:
-        RuntimeError: naming the processes that did not join in time.
+        DeadlineError: naming the processes that did not join in time, or ended meanwhile.
     """
     timeout = timedelta(seconds=channel.timeout_s)
     present = f"present/{group_rank}"
@@ -89,15 +96,37 @@ def join(channel: GroupChannel, group_rank: int) -> Group:
         ) from error
     _stores[group] = store
     if channel.backend == "nccl":
-        _meet(group, group_rank, channel)
+        try:
+            _meet(group, group_rank, channel)
+        except RuntimeError:
+            leave(group, channel.backend)  # this process lives on, so its device must not wait for the others
+            raise
     return group
 
 
 def _nccl_group(store: PrefixStore, group_rank: int, channel: GroupChannel) -> Group:
     options = dist.ProcessGroupNCCL.Options()
-    # `done` keeps the deadline of a publish; the watchdog, which ends the process, must act later
-    options._timeout = timedelta(seconds=2 * channel.timeout_s)
-    return cast(Group, dist.ProcessGroupNCCL(store, group_rank, channel.world_size, options))
+    options._timeout = timedelta(seconds=channel.timeout_s)  # for `abort`; `done` keeps the deadline of a publish
+    with _without_watchdog():
+        return cast(Group, dist.ProcessGroupNCCL(store, group_rank, channel.world_size, options))
+
+
+@contextmanager
+def _without_watchdog() -> Iterator[None]:
+    """NCCL groups that are made in the body have no watchdog; Megatron's and vLLM's groups keep theirs.
+
+    TORCH_NCCL_ASYNC_ERROR_HANDLING=0 would not do: a watchdog that sees an error still asks the first NCCL group of the
+    process for a record of its flights. That group's monitor writes it, and ends the process minutes later.
+    """
+    before = os.environ.get(_NO_WATCHDOG)
+    os.environ[_NO_WATCHDOG] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[_NO_WATCHDOG]
+        else:
+            os.environ[_NO_WATCHDOG] = before
 
 
 def _meet(group: Group, group_rank: int, channel: GroupChannel) -> None:
@@ -106,7 +135,13 @@ def _meet(group: Group, group_rank: int, channel: GroupChannel) -> None:
     transfer = group.send if group_rank < len(channel.source_ranks) else group.recv
     deadline = time.monotonic() + channel.timeout_s
     for peer in channel.peers(group_rank):
-        if not done(transfer([byte], peer, MEET_TAG), deadline, channel.backend):
+        try:
+            work = transfer([byte], peer, MEET_TAG)
+        except dist.DistBackendError as error:  # the peer ended before both had a communicator
+            raise DeadlineError(
+                f"{channel.named(group_rank)} could not meet {channel.named(peer)}: {brief(error)}"
+            ) from error
+        if not done(work, deadline, channel.backend):
             raise DeadlineError(
                 f"{channel.named(group_rank)} waited {channel.timeout_s:g} s for the first byte between it and "
                 f"{channel.named(peer)}"

@@ -209,6 +209,8 @@ def _remove_own(path: Path, *, also_held: bool) -> bool:
     try:
         if not also_held:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(descriptor).st_nlink:  # another sweep was faster; the path may be its owner's next file
+                return False
         path.unlink(missing_ok=True)
     except BlockingIOError:
         return False

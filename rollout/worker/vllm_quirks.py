@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
+import torch
 from torch import nn
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
 from vllm.platforms import current_platform
@@ -93,6 +94,9 @@ def graphs_of_experts_read_freed_strides_after_reload(model: nn.Module) -> None:
     FP8 owns tensors with strides, and captured CUDA graphs read those of the first one, which a reload frees: an
     illegal memory access in the next forward. The first object refers to the layer's own scales, into which a reload
     copies the new ones, so it stays right.
+
+    Its strides lie in the memory of the weights, but are neither parameters nor buffers of a layer. So an engine that
+    sleeps at level 2 discards them. Each reload copies the new object's tensors into those of the first one.
     """
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
@@ -108,10 +112,29 @@ def _keep_kernel(method: FusedMoEMethodBase) -> None:
 
     def process_with_kept_kernel(layer: nn.Module) -> None:
         process(layer)
+        # at once, because the sums of a publish are taken through the kernel while other layers still load
+        _refill(kept[0], method.moe_kernel)
         method.moe_kernel, method.moe_quant_config = kept
 
     process_with_kept_kernel.keeps_kernel = True  # type: ignore[attr-defined]
     method.process_weights_after_loading = process_with_kept_kernel
+
+
+def _refill(kept: object, fresh: object) -> None:
+    """Copy the tensors of an object into an older one of the same class, in place, attribute by attribute at any depth.
+
+    Tensors that differ in shape or dtype stay as they are: forwards have made them, not loads.
+    """
+    pairs, seen = [(kept, fresh)], set[int]()
+    while pairs:
+        old, new = pairs.pop()
+        if isinstance(old, torch.Tensor) and isinstance(new, torch.Tensor):
+            if old.shape == new.shape and old.dtype == new.dtype:
+                old.copy_(new)
+        elif old is not new and type(old) is type(new) and id(old) not in seen and not isinstance(old, nn.Module):
+            seen.add(id(old))
+            others = getattr(new, "__dict__", {})
+            pairs += [(value, others[name]) for name, value in getattr(old, "__dict__", {}).items() if name in others]
 
 
 class _NotAboutRotaryEmbeddings(logging.Filter):

@@ -494,7 +494,7 @@ def test_a_second_pool_of_an_engine_that_has_sampled_is_refused():
     ray.get(engines.actors[0].ended_at_least.remote(12))
     pool = EnginePool(engines, [Scorer.remote()], seats_per_engine=4)
     pool.admit(groups(3))
-    with pytest.raises(RuntimeError, match=r"engine 0 has ended \d+ responses, of which this pool began 4"):
+    with pytest.raises(RuntimeError, match=r"engine 0 has ended \d+ responses, of which this pool began (4|8|12):"):
         pool.take("train", 0)
 
 

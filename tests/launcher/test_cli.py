@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.checks.health.wandb import KEYS, PLACES
 from launcher.cli import main
 from launcher.config.schema import ExportConfig
 from tests.support.deadline import DEADLINE_S
@@ -76,6 +77,24 @@ def test_overrides_are_accepted_before_and_after_options(
     out = capsys.readouterr().out
     assert "seed: 5" in out
     assert "num_steps: 9" in out
+
+
+def test_an_online_run_without_a_key_is_refused_before_anything_starts(
+    write_config: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (*KEYS, *PLACES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    begun: list[object] = []
+    monkeypatch.setattr("launcher.commands.run.run", begun.append)
+    command = ["run", str(write_config("")), "wandb.mode=online"]
+    assert main(command) == 2
+    assert "`wandb.mode` = online: no key; set WANDB_API_KEY" in capsys.readouterr().err
+    assert not begun and not (tmp_path / "run").exists()
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert main(command) == 0
+    assert len(begun) == 1
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,7 @@ def gpu_tests(path: str, expression: str, **on: int) -> Case:
 
 
 TRANSPORTS = "tests/rollout/transports/test_transports_gpu.py"
+REGIONS = "tests/rollout/transports/test_cuda_ipc_gpu.py"
 CASES: dict[str, Case] = {
     "imports": Case(script="import_case"),
     "waits for a device": Case(script="wait_case"),
@@ -90,6 +91,9 @@ CASES: dict[str, Case] = {
     "numbers of an engine in fp8_block, drafts": numbers("fp8_block"),
     "numbers of an engine with experts in bf16, drafts": numbers("bf16", family="experts"),
     "numbers of an engine with experts in fp8_channel, drafts": numbers("fp8_channel", family="experts"),
+    "numbers of an engine with experts in fp8_channel, drafts, sleep level 2": numbers(
+        "fp8_channel", family="experts", sleep=2
+    ),
     "trainer bf16": trainer("none", "bf16"),
     "trainer bf16 with experts": trainer("none", "bf16", family="expert_blocks"),
     "trainer bf16 with experts, recompute": trainer("none", "bf16", "full", family="expert_blocks"),
@@ -103,6 +107,7 @@ CASES: dict[str, Case] = {
     "run fp8_block through gloo": run("fp8_block", "gloo"),
     "NCCL between four processes": Case(script="nccl_case", arguments=("4",), num_devices=4),
     "CUDA IPC between processes": gpu_tests(TRANSPORTS, "mapped", reuses_memory=True),
+    "CUDA IPC to two processes, of which one dies": gpu_tests(REGIONS, "region", reuses_memory=True),
     "two trainer ranks to colocated engine ranks": ranks("blocks", "colocated", num_devices=2),
     "two trainer ranks to a chain of two engines": ranks("blocks", "chain", num_devices=6),
     "two trainer ranks with experts to colocated engine ranks": ranks("expert_blocks", "colocated", num_devices=2),

@@ -1,7 +1,8 @@
 """One run of engines and a trainer in simulated time, controlled by the product's admission, policies and dispatcher.
 
 The simulation alternates between two kinds of events, in the order of time: a group of responses ends on an engine, or
-the trainer finishes a step and publishes. Free engine slots take the dispatcher's next groups after either.
+the trainer finishes a step and publishes. After a publish the product's assignment of seats starts groups on all
+engines. After an end only the engine on which it happened has new room, and takes the dispatcher's next groups.
 """
 
 from dataclasses import dataclass
@@ -15,7 +16,10 @@ from benchmarks.planner.simulator.workload import Workload
 from rollout.planning.admission import FlexibleBatches, check_batches
 from rollout.planning.dispatcher import Dispatcher, free_seats_for
 from rollout.planning.migration import InFlight
+from rollout.planning.plan import GroupForecast
 from rollout.planning.policies import plan
+from rollout.pool.seat_assignment import assign_seats
+from rollout.pool.seat_counts import SeatCounts
 from rollout.types import GroupId
 
 
@@ -106,13 +110,19 @@ class _Simulation:
 
     def _admit(self) -> None:
         """Plan the groups that are due and fill the engines."""
-        num_engines = self._cluster.num_engines
+        num_engines, num_slots = self._cluster.num_engines, self._cluster.num_slots
         groups = self._admission.due(self._version)
-        loads = self._dispatcher.loads(self._cluster.num_slots)
+        loads = self._dispatcher.loads(num_slots)
         tail_engines = round(self._scheme.tail_share * num_engines)
         self._dispatcher.admit(plan(self._scheme.policy, groups, loads, tail_engines=tail_engines))
+        seats = SeatCounts(num_engines, seats_per_engine=num_slots)
         for engine in range(num_engines):
-            self._feed(engine)
+            seats.begin(engine, num_slots - self._engines.free_slots(engine))
+        assigned = assign_seats(self._dispatcher, seats, range(num_engines))
+        for engine, group in assigned.starts:
+            self._start(engine, group)
+        for engine in range(num_engines):
+            self._engines.asked[engine] = self._min_free_seats if engine in assigned.full else 0
 
     def _feed(self, engine: int) -> None:
         """Start the dispatcher's next groups while the engine has slots for one."""
@@ -121,12 +131,16 @@ class _Simulation:
             if group is None:
                 self._engines.asked[engine] = 0
                 return
-            self._started[group.group_id] = self._version
-            self._admission.started(group.group_id, self._version)
-            self._engines.give(engine, self._response_ids[group.group_id], at_s=self._now)
-            self._engine_of[int(group.group_id)] = engine
-            self._num_groups[engine] += 1
+            self._start(engine, group)
         self._engines.asked[engine] = self._min_free_seats
+
+    def _start(self, engine: int, group: GroupForecast) -> None:
+        """Give a group to an engine."""
+        self._started[group.group_id] = self._version
+        self._admission.started(group.group_id, self._version)
+        self._engines.give(engine, self._response_ids[group.group_id], at_s=self._now)
+        self._engine_of[int(group.group_id)] = engine
+        self._num_groups[engine] += 1
 
     def _finish(self, group: int) -> None:
         self._admission.completed(GroupId(group))

@@ -12,7 +12,7 @@ from benchmarks.planner.simulator.engines import REACHED, Engines, Speed
 from benchmarks.planner.simulator.run import simulate
 from benchmarks.planner.simulator.scheme import Cluster, Scheme
 from benchmarks.planner.simulator.speeds import inferred, measured
-from benchmarks.planner.simulator.workload import draw, replayed, single_responses
+from benchmarks.planner.simulator.workload import Workload, draw, replayed, single_responses
 from history.store.traces import Trace, write_traces
 
 
@@ -105,6 +105,16 @@ def test_migration_to_idle_engines_shortens_a_step_with_a_long_last_response():
     assert stay.num_moved == 0 < move.num_moved
     assert move.step_s < stay.step_s and move.idle < stay.idle
     np.testing.assert_array_equal(move.consumed_lengths, stay.consumed_lengths)
+
+
+def test_an_engine_leaves_the_groups_of_others_that_start_where_they_were_placed():
+    """With slots for the whole step, the engine of the long group starts nothing else, as in the product's pool."""
+    lengths = np.array([[1000.0], *[[100.0]] * 5])
+    workload = Workload(lengths=lengths, forecasts=lengths[:, 0], groups_per_step=6)
+    cluster = Cluster(num_engines=2, num_slots=8, speed=inferred(8))
+    assert simulate(workload, cluster, Scheme(policy="adaptive")).num_stolen == 0
+    few = replace(cluster, num_slots=3, speed=inferred(3))
+    assert simulate(workload, few, Scheme(policy="adaptive")).num_stolen == 2
 
 
 def test_a_trainer_with_given_times_uses_them():

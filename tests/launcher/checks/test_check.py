@@ -150,6 +150,10 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["data.train.0.name=math", "evaluation.sets.train.path=nowhere.jsonl"],
             ["`evaluation.sets.train` would be taken for training"],
         ),
+        (
+            ["data.train=[{path: a/train.jsonl}, {path: b/train.jsonl}]"],
+            ["`data.train.1.path` = b/train.jsonl has the name train, as a/train.jsonl", "set `data.train.1.name`"],
+        ),
         (["trainer.optimizer.min_learning_rate=1"], ["min_learning_rate` = 1.0", "learning_rate` = 1e-06"]),
         (
             [
@@ -346,6 +350,26 @@ def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, mod
     config = EvalConfig.model_validate({"model": str(model_dir), "sets": {"a": one}, "max_prompt_tokens": 64})
     with pytest.raises(ConfigError, match=r"`sets.a.samples_per_prompt` = 4 with temperature 0"):
         check_eval(config)
+
+
+def test_training_files_with_the_same_file_name_need_names(
+    write_config: Write, node: NodeResources, tmp_path: Path
+) -> None:
+    path = write_config("")
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    files = f"{{path: {tmp_path}/a/train.jsonl}}, {{path: {tmp_path}/b/train.jsonl"
+    assert f"{tmp_path}/b/train.jsonl has the name train" in refusal(path, node, f"data.train=[{files}}}]")
+    named = load(RunConfig, path, [f"data.train=[{files}, name: b}}]"])
+    assert check_run(named, [node]).config.data.train[1].name == "b"
+
+
+def test_problems_of_the_environment_are_listed_beside_those_of_the_configuration(
+    write_config: Write, node: NodeResources
+) -> None:
+    with pytest.raises(ConfigError, match=r"2 problems\s+- no key\s+- `sampling.top_k` = 20"):
+        check_run(load(RunConfig, write_config(""), ["sampling.top_k=20"]), [node], ["no key"])
 
 
 def test_an_evaluation_has_neither_a_memory_plan_nor_a_publish(tmp_path: Path, model_dir: Path) -> None:

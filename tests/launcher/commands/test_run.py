@@ -1,4 +1,5 @@
 """The last weights of a run: exported once, and again where an earlier start could not, or left those of another step.
+They are evaluated once, also if a stop request comes in between; a report that fails is no failure of the run.
 
 Ray, engines and trainer are stand-ins; the run directory is real.
 """
@@ -14,20 +15,28 @@ import pytest
 from launcher.checks.check import CheckedRun, check_run
 from launcher.cluster.node import NodeResources
 from launcher.commands import assembly
+from launcher.commands import evaluate as evaluation
 from launcher.commands import run as module
 from launcher.commands.assembly import Shown
 from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
+from launcher.endings.kinds import judge
 from launcher.errors import RunDirectoryError
+from launcher.run_dir import stop_request
+from launcher.run_dir.atomic_files import read_rows
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.exported import replace_policy
 from launcher.run_dir.status import StatusFile
+from launcher.run_dir.stop_request import write_request
 from megatron_rl.algorithm.guard import Action
+from megatron_rl.controller.stopping import StopRequestedError
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.messages import TrainerSpec
 from rollout.data.order import OrderState
+from rollout.evaluation import EvaluationRow
+from rollout.pool.callbacks import Progress
 
 LAST = 3
 
@@ -41,6 +50,7 @@ class Machine:
         """Of the next export."""
         self.weights = ""
         self.ranks = SimpleNamespace(kill_and_wait=lambda: self.log.append("end"))
+        self.nodes = ()
 
     @contextmanager
     def processes(self, *given: object, **named: object) -> Iterator["Machine"]:
@@ -55,6 +65,9 @@ class Machine:
 
     def end_trainer(self, trainer: "Machine") -> None:
         assert trainer is self
+
+    def end(self, actors: Sequence[object]) -> None:
+        """Engines and scorers are not started."""
 
     def export(self, path: str) -> None:
         self.log.append("export")
@@ -81,7 +94,12 @@ class Machine:
         replace_policy(directory.path, step, self.export)
 
     def evaluate(
-        self, config: RunConfig, models: Mapping[int, str], running: "Machine", progress: RunProgress
+        self,
+        config: RunConfig,
+        models: Mapping[int, str],
+        running: "Machine",
+        progress: RunProgress,
+        check: Callable[[], None],
     ) -> list[object]:
         for step, model in models.items():
             if step:
@@ -243,3 +261,89 @@ def test_a_run_whose_newest_checkpoint_is_gone_is_refused_and_keeps_its_records(
     with pytest.raises(RunDirectoryError, match=r"latest names step 2, .* left: 1; write"):
         module.run(checked)
     assert not (tmp_path / "run" / "metrics.abandoned.jsonl").exists()
+
+
+@pytest.fixture
+def requests(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[int, str]]:
+    """Evaluations without engines; each (step, when) of the list is a stop request `within` or `after` one."""
+    requests: list[tuple[int, str]] = []
+
+    def ask(step: int, when: str) -> None:
+        if (step, when) in requests:
+            requests.remove((step, when))
+            write_request(tmp_path / "run", reason="time limit", requeue=True)
+
+    def evaluate(
+        config: object, started: object, scorers: object, prompts: object, progress: Progress, *, step: int
+    ) -> list[EvaluationRow]:
+        machine.log.append(f"evaluate step {step}")
+        progress(0, 2)
+        ask(step, "within")
+        progress(1, 2)
+        ask(step, "after")
+        progress(2, 2)
+        figures = {"average": 0.5, "passed": 0.5, "truncated": 0.0, "mean_length": 5.0}
+        counts = {"num_prompts": 2, "samples_per_prompt": 1}
+        return [EvaluationRow(set_name="a", data_source="all", format="bf16", step=step, **counts, **figures)]
+
+    text = SimpleNamespace(scorers=(), actors=())
+    monkeypatch.setattr(module, "evaluate_directories", evaluation.evaluate_directories)
+    monkeypatch.setattr(evaluation, "_load_prompts", lambda config, running: (text, {}))
+    monkeypatch.setattr(evaluation, "_begin_engines", lambda config, running: (SimpleNamespace(actors=()), []))
+    monkeypatch.setattr(evaluation, "_evaluate", evaluate)
+    monkeypatch.setattr(stop_request, "CHECK_EVERY_S", 0.0)
+    return requests
+
+
+@pytest.mark.parametrize(
+    ("request_at", "written", "repeated"),
+    [
+        ((0, "after"), [0], [LAST]),
+        ((0, "within"), [], [0, LAST]),
+        ((LAST, "within"), [0], [LAST]),
+    ],
+)
+def test_a_stop_request_ends_the_last_evaluations_and_the_next_start_evaluates_the_rest(
+    start: Start,
+    requests: list[tuple[int, str]],
+    tmp_path: Path,
+    request_at: tuple[int, str],
+    written: list[int],
+    repeated: list[int],
+) -> None:
+    requests.append(request_at)
+    with pytest.raises(StopRequestedError) as stopped:
+        start(sets=True)
+    assert stopped.value.step == LAST and judge(stopped.value).ending.code == 75
+    records = tmp_path / "run" / "evaluation.jsonl"
+    assert [row["step"] for row in read_rows(records)] == written
+    assert not (tmp_path / "run" / "stop.json").exists() and (tmp_path / "run" / "stopped.json").exists()
+    assert start(sets=True) == [f"evaluate step {step}" for step in repeated]
+    assert [row["step"] for row in read_rows(records)] == [0, LAST]
+    assert start(sets=True) == []
+
+
+def test_a_stop_request_after_the_last_evaluation_stops_nothing(
+    start: Start, requests: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    requests.append((LAST, "after"))
+    start(sets=True)
+    assert [row["step"] for row in read_rows(tmp_path / "run" / "evaluation.jsonl")] == [0, LAST]
+
+
+def test_a_run_whose_report_cannot_be_written_says_so_and_ends_as_usual(
+    write_config: Callable[[str], Path],
+    node: NodeResources,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def fail(run_dir: Path) -> Path:
+        raise ValueError("cannot convert float NaN to integer")
+
+    monkeypatch.setattr(module, "_run", lambda *given: None)
+    monkeypatch.setattr(module, "write_report", fail)
+    module.run(check_run(load(RunConfig, write_config("")), [node]))
+    said = capsys.readouterr().out
+    assert "its report could not be written (ValueError: cannot convert float NaN to integer)" in said
+    assert f"`megatron-rl report {tmp_path / 'run'}` writes it again" in said

@@ -6,14 +6,16 @@ from pathlib import Path
 import pytest
 import yaml
 
+from launcher.checks.health.wandb import KEYS, PLACES
 from launcher.cli import main
 from launcher.cluster.slurm_script import RecordedTimes
 from launcher.commands import slurm
 from launcher.commands.slurm import recorded_times
-from launcher.config.loading import load
+from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.resume import FIRST_MODEL, check_first_model
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import read_request
 
@@ -99,6 +101,76 @@ def test_a_time_limit_that_yaml_reads_as_a_number_is_refused_with_the_fix(
     assert (
         "`cluster.slurm.time` = 3600: input should be a valid string (Time limit in quotes" in capsys.readouterr().err
     )
+
+
+@pytest.fixture
+def started(write_config: Write, model_dir: Path, tmp_path: Path) -> RunDirectory:
+    """A run with seed 0 that has begun and has no checkpoint yet."""
+    with RunDirectory(tmp_path / "run") as directory:
+        check_first_model(directory.path, model_dir, resumes=False)
+        directory.write_config(resolved_yaml(load(RunConfig, write_config(SLURM))))
+    return directory
+
+
+def save(directory: RunDirectory) -> None:
+    directory.begin_checkpoint(1)
+    directory.finish_checkpoint(1, 2)
+
+
+def test_a_resume_with_another_seed_is_refused_before_anything_is_written(
+    write_config: Write, sbatch: Path, started: RunDirectory, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = str(write_config(SLURM))
+    assert main(["slurm", path, "seed=7"]) == 0, "there is no checkpoint to resume"
+    assert main(["slurm", path]) == 0
+    saved, script = started.path / "slurm" / "config.yaml", (sbatch / "arguments").read_text()
+    (sbatch / "arguments").unlink()
+    save(started)
+    assert main(["slurm", path, "seed=7"]) == 2
+    assert "holds a run with another configuration: seed: 0 -> 7" in capsys.readouterr().err
+    assert yaml.safe_load(saved.read_text())["seed"] == 0 and not (sbatch / "arguments").exists()
+    assert main(["slurm", path, "num_steps=9"]) == 0
+    assert (sbatch / "arguments").read_text() == script
+
+
+def test_a_resume_with_other_first_weights_is_refused_and_notes_nothing(
+    write_config: Write,
+    sbatch: Path,
+    started: RunDirectory,
+    model_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    save(started)
+    (model_dir / "model.safetensors").rename(model_dir / "other.safetensors")
+    noted = (started.path / FIRST_MODEL).read_text()
+    assert main(["slurm", str(write_config(SLURM))]) == 2
+    assert "holds other weights than at the first start" in capsys.readouterr().err
+    assert not (sbatch / "arguments").exists() and (started.path / FIRST_MODEL).read_text() == noted
+    (started.path / FIRST_MODEL).unlink()
+    assert main(["slurm", str(write_config(SLURM))]) == 0
+    assert not (started.path / FIRST_MODEL).exists(), "the run itself notes it"
+
+
+def test_an_online_job_without_a_key_is_not_submitted(
+    write_config: Write,
+    sbatch: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in (*KEYS, *PLACES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    command = ["slurm", str(write_config(SLURM)), "wandb.mode=online"]
+    assert main(command) == 2
+    assert "`wandb.mode` = online: no key" in capsys.readouterr().err
+    assert not (sbatch / "arguments").exists()
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert main(command) == 0
+    assert "the job may lack the key of this shell; name WANDB_API_KEY in" in capsys.readouterr().err
+    assert main([*command, "cluster.slurm.environment=[WANDB_API_KEY]"]) == 0
+    assert "warning: `wandb" not in capsys.readouterr().err
 
 
 def test_a_refusal_of_sbatch_is_shown_in_its_own_words(

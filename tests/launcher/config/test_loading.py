@@ -42,6 +42,8 @@ def test_the_resolved_configuration_loads_back_to_itself(write_config: Write, tm
         "engine.vllm.block_size=32",
         "engine.vllm.attention_backend=AUTO",
         "trainer.optimizer.learning_rate=3e-7",
+        "wandb.name='1e-6'",
+        "cluster.slurm.partition='08'",
     ]
     config = load(RunConfig, write_config(""), overrides)
     again = tmp_path / "resolved.yaml"

@@ -7,6 +7,7 @@ import pytest
 
 from launcher.recovery.engines import EngineRestarter, LostEngines
 from rollout.config import EngineConfig
+from rollout.failures import DeadlineError, EnginesLostError, Place, PlacedError, ProcessLostError
 
 NUM_ENGINES = 3
 
@@ -106,3 +107,57 @@ def test_an_engine_that_hangs_is_restarted_only_if_ranks_are_asked(asks: bool) -
     log: list[str] = []
     assert restarter(log, lost=(), hung=(2,)).restart_lost(ask_ranks=asks) == asks
     assert ("begin 2" in log, bool(log)) == (asks, asks)
+
+
+ENGINE = ProcessLostError("engine 2: init_transport failed", Place(role="engine", ranks=(2,)))
+
+
+def failing(some: EngineRestarter, log: list[str], error: PlacedError, *, times: int) -> None:
+    """Joining channels fails so often; engine 2 hangs from the first time on."""
+
+    def connect() -> None:
+        log.append("connect")
+        some.lost.engines.hung = (2,)
+        if log.count("connect") <= times:
+            raise error
+
+    some.delivery.connect = connect
+
+
+@pytest.mark.parametrize("error", [ENGINE, DeadlineError("engine 2 is late", ENGINE.place)])
+def test_an_engine_that_is_lost_while_channels_are_joined_is_restarted_too_and_all_are_joined_again(error) -> None:
+    log: list[str] = []
+    some = restarter(log, shares=False)
+    failing(some, log, error, times=1)
+    assert some.restart_lost() == 2
+    assert some.num_restarts == 2
+    assert [line for line in log if line.startswith(("begin", "connect", "history"))] == [
+        *("begin 1", "connect"),
+        *("begin 2", "connect", "history connects"),
+    ]
+
+
+def test_engines_that_are_lost_in_every_join_end_the_run_after_the_allowed_restarts() -> None:
+    log: list[str] = []
+    some = restarter(log)
+    some.lost.max_restarts = 3
+    failing(some, log, ENGINE, times=99)
+    with pytest.raises(EnginesLostError, match=r"`engine\.max_restarts` = 3 allows fewer"):
+        some.restart_lost()
+    assert log.count("connect") == 3
+
+
+def test_a_join_that_fails_by_the_trainer_or_without_a_lost_engine_is_not_repeated() -> None:
+    log: list[str] = []
+    trainer = restarter(log)
+    failing(trainer, log, ProcessLostError("trainer.attach_group failed", Place(role="trainer", ranks=(0,))), times=9)
+    with pytest.raises(ProcessLostError, match="attach_group"):
+        trainer.restart_lost()
+    assert (log.count("connect"), trainer.num_restarts) == (1, 1)
+    log.clear()
+    nobody = restarter(log)
+    failing(nobody, log, ENGINE, times=9)
+    nobody.lost.engines.end_silent = lambda *, timeout_s: None
+    with pytest.raises(ProcessLostError, match="init_transport"):
+        nobody.restart_lost()
+    assert (log.count("connect"), nobody.num_restarts) == (1, 1)

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 import ray
 
+from launcher.config.schema import WandbConfig
 from launcher.run_dir import recorder as recorder_module
 from launcher.run_dir import saves as saves_module
+from launcher.run_dir import wandb as tracking
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
@@ -41,6 +43,7 @@ class WandbRun:
 class Engines:
     def __init__(self) -> None:
         self.drained: list[np.ndarray] = []
+        self.retired: tuple[int, ...] = ()
 
     def __len__(self) -> int:
         return 1
@@ -93,12 +96,17 @@ def evaluation(step: int, average: float) -> EvaluationRow:
 
 
 def recorder_of(
-    directory: RunDirectory, run: WandbRun, progress: RunProgress, *, background: bool = True
+    directory: RunDirectory,
+    run: WandbRun,
+    progress: RunProgress,
+    *,
+    background: bool = True,
+    tracker: Tracker | None = None,
 ) -> RunRecorder:
     (directory.path / "wandb").mkdir(exist_ok=True)
     return RunRecorder(
         directory,
-        Tracker(run, directory.path / "wandb" / "tracking.json", -1, "x"),
+        tracker or Tracker(run, directory.path / "wandb" / "tracking.json", -1, "x"),
         progress,
         status=StatusFile(run_dir=directory.path, num_steps=2, step=0),
         text_actor=TextActor(),
@@ -128,6 +136,71 @@ def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, mon
     assert [data.get("reward/mean") for _, data in run.logged] == [0.1, 0.2, None]
 
 
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The text actor has written the samples whenever it is asked."""
+    written = WrittenSamples(rows=[], process=ProcessId(node_id="n", pid=7, created_s=0.0))
+    monkeypatch.setattr(ray, "get", lambda ref: written if ref == "samples" else written.process)
+    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
+
+
+def accuracies(run: WandbRun) -> list[tuple[int, object, object]]:
+    """(step, reward, accuracy) of each row."""
+    return [(step, data.get("reward/mean"), data.get("eval/held_out/int8/avg@1")) for step, data in run.logged]
+
+
+def test_an_evaluation_before_a_stop_is_logged_with_the_first_step_of_the_next_start(tmp_path: Path, written) -> None:
+    """A stop finishes no recorder, and the next start does not repeat the evaluation."""
+    run = WandbRun()
+    with RunDirectory(tmp_path / "run") as directory:
+        recorder = recorder_of(directory, run, RunProgress(4))
+        recorder.on_step(1, {"reward/mean": 0.1, "timing_s/step": 1.0}, [])
+        recorder.on_evaluation([evaluation(2, 0.75)])
+        recorder.flush()  # as the checkpoint of a stop does
+        resumed = recorder_of(directory, run, RunProgress(4))
+        for step in (2, 3):
+            resumed.on_step(step, {"reward/mean": step / 10, "timing_s/step": 1.0}, [])
+        resumed.finish()
+    assert accuracies(run) == [(1, 0.1, None), (2, 0.2, 0.75), (3, 0.3, None)]
+
+
+def test_an_evaluation_that_will_be_repeated_is_not_logged_with_an_earlier_step(tmp_path: Path, written) -> None:
+    """The trainer was lost after it, and the run has returned to an earlier checkpoint."""
+    run = WandbRun()
+    with RunDirectory(tmp_path / "run") as directory:
+        recorder = recorder_of(directory, run, RunProgress(4))
+        recorder.on_evaluation([evaluation(3, 0.5)])
+        recorder.on_step(2, {"reward/mean": 0.2, "timing_s/step": 1.0}, [])
+        recorder.on_evaluation([evaluation(3, 0.75)])
+        recorder.on_step(3, {"reward/mean": 0.3, "timing_s/step": 1.0}, [])
+        recorder.finish()
+    assert accuracies(run) == [(2, 0.2, None), (3, 0.3, 0.75)]
+
+
+def test_a_finished_run_that_gets_more_steps_logs_each_of_them(
+    tmp_path: Path, written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first of them has the number of the evaluation after what was the last step."""
+    run = WandbRun()
+    monkeypatch.setattr(tracking, "_begin", lambda *_: run)
+    with RunDirectory(tmp_path / "run") as directory:
+        for first in (0, 2):
+            tracker = Tracker.start(WandbConfig(), directory.path, {})
+            recorder = recorder_of(directory, run, RunProgress(4), tracker=tracker)
+            for step in (first, first + 1):
+                recorder.on_step(step, {"reward/mean": step / 10, "timing_s/step": 1.0}, [])
+            recorder.on_evaluation([evaluation(first + 2, 0.75)])
+            recorder.finish()
+    assert accuracies(run) == [
+        (0, 0.0, None),
+        (1, 0.1, None),
+        (2, None, 0.75),
+        (2, 0.2, 0.75),
+        (3, 0.3, None),
+        (4, None, 0.75),
+    ]
+
+
 def test_preempted_requests_of_a_step_and_of_the_evaluation_before_it_are_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,6 +218,61 @@ def test_preempted_requests_of_a_step_and_of_the_evaluation_before_it_are_counte
             recorder.on_step(step, {"timing_s/step": 1.0}, [])
         recorder.finish()
         assert [row["engine/preempted"] for row in directory.metrics()] == [5.0, 0.0]
+
+
+def test_the_timeline_is_told_which_engines_were_given_up(
+    tmp_path: Path, written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[int, ...]] = []
+
+    def close(end_s: float, step_s: float, *, retired: tuple[int, ...]) -> dict[str, float]:
+        told.append(retired)
+        return {}
+
+    with RunDirectory(tmp_path / "run") as directory:
+        recorder = recorder_of(directory, WandbRun(), RunProgress(1))
+        monkeypatch.setattr(recorder._timeline, "close", close)
+        recorder._engines.retired = (3,)
+        recorder.on_step(0, {"timing_s/step": 1.0}, [])
+        recorder.finish()
+    assert told == [(3,)]
+
+
+def at(*starts_s: float, seconds: float) -> np.ndarray:
+    """Forwards of one engine."""
+    forwards = np.zeros(len(starts_s), dtype=FORWARD)
+    forwards["started_at_s"], forwards["seconds"] = starts_s, seconds
+    return forwards
+
+
+def test_no_saving_of_drafts_is_recorded_for_a_step_that_began_within_the_evaluation_before_it(
+    tmp_path: Path, written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The forwards of the evaluation were fetched with it. Engine 1 does not draft."""
+    monkeypatch.setattr(Engines, "__len__", lambda self: 2)
+    traces = iter(
+        [
+            {0: at(10, 12, seconds=1), 1: at(10, 12, seconds=1)},
+            {0: at(13, 14, seconds=1), 1: at(13, seconds=2)},
+            {0: at(21, 22, seconds=1), 1: at(21, seconds=2)},
+        ]
+    )
+
+    def group(engine: int, length: int, started_at_s: float) -> SimpleNamespace:
+        times = {"started_at_s": started_at_s, "finished_at_s": started_at_s + 5}
+        return SimpleNamespace(summary=SimpleNamespace(engine_id=engine, lengths=(length, length), **times))
+
+    with RunDirectory(tmp_path / "run") as directory:
+        recorder = recorder_of(directory, WandbRun(), RunProgress(2))
+        recorder._baseline_engines = (1,)
+        monkeypatch.setattr(recorder._engines, "drain_trace", lambda *, timeout_s: next(traces))
+        recorder.on_evaluation([evaluation(1, 0.25)])
+        for step, began_s in ((1, 11.0), (2, 20.0)):
+            recorder.on_step(step, {"timing_s/step": 1.0}, [group(0, 30, began_s), group(1, 10, began_s)])
+        recorder.finish()
+        saved = [row.get("history/saved_s_measured") for row in directory.metrics()]
+    # engine 1 took 2 s for 20 tokens; the 60 tokens of engine 0 would have taken 6 s, and took 2
+    assert saved == [None, pytest.approx(4.0)]
 
 
 def test_forwards_of_older_traces_have_no_preemptions() -> None:

@@ -39,6 +39,17 @@ def test_an_activity_across_the_end_of_a_step_is_split_between_both_steps():
     assert second["timeline/trainer_wait_share"] == pytest.approx(0.1)
 
 
+def test_an_engine_that_was_given_up_counts_until_the_end_of_that_step():
+    """Engine 0 is busy all the time; engine 1 is given up after 4 s, and its successor never comes."""
+    timeline = StepTimeline(2)
+    idle = []
+    for step, of_lost in enumerate((one(0, 4), none(), none())):
+        timeline.add_forwards([one(10 * step, 10), of_lost])
+        metrics = timeline.close(ORIGIN_S + 10 * (step + 1), step_s=10.0, retired=(1,))
+        idle.append((metrics["timeline/idle_share"], metrics["timeline/tail_wait_share"]))
+    assert idle == [pytest.approx((0.3, 0.3)), pytest.approx((0, 0), abs=1e-6), pytest.approx((0, 0), abs=1e-6)]
+
+
 def test_the_bubble_is_reported_only_with_enough_forwards_and_memory_stays_bounded():
     timeline = StepTimeline(1)
     timeline.add_forwards([one(0, 1)])

@@ -195,6 +195,19 @@ def test_tables_pause_while_the_server_is_slow(tmp_path: Path, monkeypatch: pyte
     assert slow.startswith("wandb does not answer (for 11 s)") and "for 2 step(s)" in left_out
 
 
+def test_the_evaluation_after_the_last_step_is_logged_once_and_does_not_count_as_a_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun()
+    tracker, _ = tracked(tmp_path, monkeypatch, run)
+    assert tracker.log_step(0, {}) and tracker.log_evaluation(1, {"eval/a": 0.5})
+    resumed, _ = tracked(tmp_path, monkeypatch, run)
+    assert not resumed.log_evaluation(1, {"eval/a": 0.5})
+    assert [resumed.log_step(step, {}) for step in (0, 1)] == [False, True]
+    assert not resumed.log_evaluation(1, {"eval/a": 0.5})
+    assert [step for step, _ in run.steps] == [0, 1, 1]
+
+
 @pytest.mark.parametrize("refusal", [UsageError("No API key configured."), AuthenticationError("the key is wrong")])
 def test_an_online_run_without_a_good_key_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refusal: Exception

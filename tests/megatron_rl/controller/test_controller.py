@@ -1,16 +1,20 @@
 """The controller's loop: the order of its calls, recorded by small hand-written stand-ins."""
 
 from contextlib import contextmanager
+from threading import Event
 
 import pytest
 
 from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig
+from megatron_rl.controller.colocation import KeepSampling
 from megatron_rl.controller.controller import Controller, LoopSettings
+from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.controller.publish_report import PublishReport
 from megatron_rl.controller.stopping import EngineFormatError, StopRequestedError
 from megatron_rl.trainer.messages import StepResult
+from rollout.pool.background_thread import repeated_in_background
 from rollout.types import WorkerEvents
 from tests.support.scored_groups import scored_group
 
@@ -18,10 +22,11 @@ from tests.support.scored_groups import scored_group
 class Log(list):
     def phase(self, name):
         @contextmanager
-        def body():
+        def body(afterwards=lambda: None):
             self.append(f"{name} begins")
             yield
             self.append(f"{name} ends")
+            afterwards()
 
         return body
 
@@ -90,6 +95,7 @@ def controller(
             consumed=lambda groups: log.append(f"consumed {len(groups)}"),
             upcoming=lambda step, engines: StandIn(groups="train", plan="plan"),
             metrics=lambda: {},
+            num_waits=None,
         ),
         pool=StandIn(
             samples_whole_steps=False,
@@ -210,6 +216,58 @@ def test_a_publish_in_which_an_engine_dies_is_repeated_with_a_new_engine():
     kept = [entry for entry in log if entry in ("publish 1", "replace", "look and replace")]
     assert kept == ["replace", "publish 1", "look and replace", "publish 1"]
     assert run.num_repeated_publishes == 1
+
+
+def test_groups_start_on_other_engines_while_a_lost_engine_restarts():
+    """A group ends during the restart, which ends only when the pool has started the next one."""
+    log, has_ended, has_started = Log(), Event(), Event()
+    run = controller(log, num_steps=1)
+
+    def take_turn():
+        if has_ended.is_set() and not has_started.is_set():
+            log.append("start next group")
+            has_started.set()
+        return False
+
+    def restart(ask_ranks=False):
+        log.append("restart")
+        has_ended.set()
+        assert has_started.wait(timeout=10), "the pool waits for the restart"
+        log.append("restarted")
+        return 1
+
+    run.pool.run_in_background = lambda: repeated_in_background(take_turn, name="pool")
+    run.phases = Phases(PhaseClock(lambda *span: None), policy=KeepSampling(run.pool))
+    run.restarter = StandIn(restart_lost=restart, num_restarts=1, num_serving=2, num_lost_nodes=0)
+    run.run()
+    kept = [entry for entry in log if entry in ("train", "restart", "start next group", "restarted", "publish 1")]
+    assert kept == ["train", "restart", "start next group", "restarted", "publish 1"]
+    assert run.num_trained == 1
+
+
+def test_totals_count_on_after_a_restart_of_the_trainer():
+    first = controller(Log(), num_steps=1)
+    first.pool.num_reissued, first.pool.num_scorer_restarts, first.num_repeated_publishes = 1, 2, 3
+    first.pool.reward_workers = WorkerEvents(num_restarts=4, num_repeated=5, num_strays=6)
+    first.pool.migration.num_moved, first.planner.num_waits = 7, 8
+    rows = []
+    for num_reissued in (0, 2):
+        again = controller(Log(), num_steps=1)
+        again.earlier = first.totals()
+        again.pool.num_reissued, again.planner.num_waits = num_reissued, 0
+        again.recorder.on_step = lambda step, metrics, groups: rows.append(metrics)
+        again.run()
+    before = {
+        "engine/reissued_groups": 1.0,
+        "reward/scorer_restarts": 2.0,
+        "publish/repeated": 3.0,
+        "reward/worker_restarts": 4.0,
+        "reward/repeated_calls": 5.0,
+        "reward/stray_processes": 6.0,
+        "planner/moved_groups": 7.0,
+        "planner/waits_for_age": 8.0,
+    }
+    assert [{name: row[name] for name in before} for row in rows] == [before, before | {"engine/reissued_groups": 3.0}]
 
 
 @pytest.mark.parametrize("is_deterministic", [True, False])

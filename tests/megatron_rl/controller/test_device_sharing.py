@@ -8,11 +8,14 @@ import pytest
 
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.phases import PhaseClock, Phases
+from megatron_rl.trainer.group import TrainerGroup
 
 
 def turns(log: list[str], *, offload: str = "all", sleep: bool = True, asleep: bool = False) -> DeviceSharing:
     trainer = SimpleNamespace(
-        offload=lambda parts: log.append(f"out {'+'.join(parts)}"), onload=lambda: log.append("trainer in")
+        offload=lambda parts: log.append(f"out {'+'.join(parts)}"),
+        onload=lambda: log.append("trainer in"),
+        finish_unstage=lambda *, timeout_s: None,
     )
     engines = SimpleNamespace(
         sleep=lambda *, timeout_s: log.append("sleep"), wake=lambda what, *, timeout_s: log.append(f"wake {what}")
@@ -29,6 +32,24 @@ class Beside:
 
     def engines_work(self) -> None:
         pass
+
+
+class Ranks:
+    """Trainer ranks that have ended a call only when they are waited for."""
+
+    def __init__(self, log: list[str]) -> None:
+        self._log = log
+
+    def begin(self, method: str, *args: object) -> list[str]:
+        self._log.append(f"begin {method}")
+        return [method]
+
+    def wait(self, refs: list[str], method: str, *, timeout_s: float) -> list[None]:
+        self._log += [f"end {ref}" for ref in refs]
+        return [None for _ in refs]
+
+    def call(self, method: str, *args: object) -> list[None]:
+        return self.wait(self.begin(method, *args), method, timeout_s=1)
 
 
 def step(phases: Phases, shared: DeviceSharing, log: list[str]) -> None:
@@ -118,6 +139,18 @@ def test_after_a_checkpoint_engines_need_weights_before_they_serve():
     with phases.publish():
         shared.to_engines()
     assert not phases.needs_publish
+
+
+@pytest.mark.parametrize("offload", ["none", "optimizer", "all"])
+def test_engines_allocate_keys_and_values_only_after_the_trainer_has_released_what_it_sent(offload):
+    log: list[str] = []
+    shared = turns(log, offload=offload, asleep=True)
+    shared.trainer = TrainerGroup(Ranks(log), data_ranks=[0])
+    with Phases(PhaseClock(lambda *span: None), shared, policy=Beside()).publish():
+        shared.trainer.unstage()  # a delivery does not wait for it
+        shared.to_engines()
+    assert log.index("end unstage") < log.index("wake kv_cache")
+    assert log.count("end unstage") == 1
 
 
 @pytest.mark.parametrize(

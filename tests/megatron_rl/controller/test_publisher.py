@@ -13,7 +13,8 @@ from megatron_rl.trainer.messages import ProbeResult, StagedWeights, TrainerProo
 from megatron_rl.weights.quantization_stats import QuantizationStats
 from megatron_rl.weights.reshard_plan import plan_reshard
 from rollout.engine.state import EngineProof, UpdateTimes
-from rollout.failures import DeadlineError
+from rollout.failures import DeadlineError, Place, ProcessLostError
+from rollout.transports.base import StoreAddress
 from rollout.weights.fingerprint_sums import NUM_GROUPS, difference
 from rollout.weights.format import WeightFormat
 from tests.megatron_rl.weights.test_reshard_plan import INT8, SPEC, ParallelConfig
@@ -141,6 +142,34 @@ def test_an_engine_that_takes_no_bucket_is_reported_as_its_own_failure_and_the_t
     assert delivery.deliver(manifest, lambda: None).updates == (TIMES,)
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_an_engine_that_never_joins_is_reported_as_its_own_failure_and_the_trainer_lives_on(dies):
+    """Engine 0 is given up, so engine 1 is the first of the chain."""
+    death, attached = ProcessLostError("engine 1 ended", Place(role="engine", ranks=(1,))), []
+
+    def wait(call, *, timeout_s):
+        if dies:
+            raise death
+
+    def attach_group(engine, channel):
+        attached.append((engine, channel.source_ranks))
+        return ["", "trainer rank 1 waited 1 s for engine rank 0 to join the channel"]
+
+    engines = SimpleNamespace(
+        num_ranks=1,
+        node_ids=lambda *, timeout_s: {1: "a", 2: "a"},
+        begin_init_transport=lambda channels: "join",
+        wait=wait,
+    )
+    store = StoreAddress(host="127.0.0.1", port=1, secret=b"")
+    trainer = SimpleNamespace(attach_group=attach_group, open_stores=lambda first, count: [store] * count)
+    delivery = StreamingDelivery(trainer, engines, source_ranks=(0, 1), timeout_s=1)
+    with pytest.raises(ProcessLostError if dies else DeadlineError, match=r"engine 1 ended|rank 1 waited") as caught:
+        delivery.connect()
+    assert caught.value.place == Place(role="engine", ranks=(1,))
+    assert attached == [(1, (0, 1))]
+
+
 MIXTURE = replace(SPEC, experts=Experts(count=4, per_token=2, ffn_size=48, normalised=True))
 
 
@@ -163,6 +192,20 @@ def test_only_experts_in_8_bits_may_differ_by_the_rounding_of_activations(tensor
     else:
         with pytest.raises(RuntimeError, match=r"differs from the trainer's by \d+(\.\d+)? times the bound"):
             one.publish(3)
+
+
+@pytest.mark.parametrize("num_updated", [0, 1])
+def test_a_publish_that_reaches_no_engine_names_the_lost_engine_and_leaves_the_version(num_updated):
+    """The only engine dies while the trainer stages, or after it has applied the weights; nobody else is called."""
+    log = []
+    one = publisher(log, [])
+    one._engines.lost = (0,)
+    deliver = one._delivery.deliver
+    one._delivery.deliver = lambda *sent: replace(deliver(*sent), updates=(TIMES,) * num_updated)
+    with pytest.raises(ProcessLostError, match=r"version 3 has reached no engine; engine\(s\) \[0\] are lost") as error:
+        one.publish(3)
+    assert error.value.place == Place(role="engine", ranks=(0,))
+    assert one.version == -1 and "resume" not in log
 
 
 def test_engines_probe_only_after_the_trainer_offloaded():

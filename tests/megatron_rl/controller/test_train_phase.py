@@ -61,6 +61,14 @@ def test_engines_without_requests_are_not_paused():
     assert engines.calls[3:] == ["pause_sampling", "save"]
 
 
+def test_what_follows_training_belongs_to_the_phase_and_not_to_its_seconds():
+    log = []
+    clock = PhaseClock(lambda actor, activity, start_s, end_s: log.append(f"span of {actor}: {activity}"))
+    with Phases(clock, policy=KeepSampling(Pool(log))).train(afterwards=lambda: log.append("restart")):
+        log.append("train")
+    assert log == ["pool works", "train", "span of trainer: train", "restart", "pool stops"]
+
+
 def test_engines_on_other_devices_keep_sampling_during_training():
     log = []
     one_step(Phases(PhaseClock(lambda *span: None), policy=KeepSampling(Pool(log))), log)

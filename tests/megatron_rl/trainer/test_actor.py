@@ -6,6 +6,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.trainer.actor import TrainerActor
+from rollout.transports.base import GroupChannel
+from rollout.transports.shm_files import segment_path
+from rollout.transports.store_server import StoreServer
+from rollout.types import WeightVersion
 
 
 def test_a_transport_that_is_opened_again_leaves_no_group_of_processes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -26,3 +30,37 @@ def test_a_transport_that_is_opened_again_leaves_no_group_of_processes(monkeypat
     for _ in range(3):
         rank.open_colocated([[0], [1]], "shm", ["node", "node"])
     assert [group.ranks for group in living] == [[0, 1]]
+
+
+def test_an_engine_that_never_joins_is_a_fault_and_no_error_of_the_rank() -> None:
+    rank = TrainerActor.__new__(TrainerActor)
+    rank._rank, rank._sender = 3, None
+    publish = SimpleNamespace(timeout_s=0.5, delta=False, delta_full_every=0)
+    rank._spec = SimpleNamespace(run_id="test-actor", publish=publish)
+    store = StoreServer("127.0.0.1")
+    channel = GroupChannel(store=store.address, source_ranks=(2, 3), num_engine_ranks=1, timeout_s=0.5)
+    fault = rank.attach_group(0, channel)
+    assert "trainer rank 3 waited 0.5 s" in fault and "for trainer rank 2, engine rank 0 to join" in fault
+    assert rank._sender is None
+    rank._rank = 1
+    assert rank.attach_group(0, channel) == "", "it sends nothing"
+    assert rank._sender is not None
+
+
+def test_a_rank_that_starts_removes_what_a_killed_one_has_left_in_shared_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left = segment_path(run_id="test-actor-killed", pid=1 << 30, weight_version=WeightVersion(3), rank=0)
+    left.write_bytes(b"x")
+    for of_the_process in (
+        "megatron_rl.trainer.actor.redirect_output",
+        "megatron_rl.trainer.actor.write_stacks_on_signal",
+        "rollout.progress.open_page",
+        "megatron_rl.cpu.shim.install",
+    ):
+        monkeypatch.setattr(of_the_process, lambda: None)
+    try:
+        TrainerActor(SimpleNamespace(), 0)
+        assert not left.exists()
+    finally:
+        left.unlink(missing_ok=True)

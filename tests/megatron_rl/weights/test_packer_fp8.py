@@ -63,10 +63,10 @@ class Published:
             fingerprints=lambda _: True,
         )
 
-    def send(self):
+    def send(self, version=1):
         sender = MemorySender()
         self.packer.refresh_scales()
-        self.packer.send(sender, WeightVersion(1))
+        self.packer.send(sender, WeightVersion(version))
         return self.assembled(sender)
 
     def assembled(self, sender):
@@ -169,6 +169,19 @@ def test_passed_through_and_requantised_bytes_are_counted():
     other = Published("int8")
     other.send()
     assert code_metrics(other.packer.watch.sums())["publish/as_is_share"] == 0
+
+
+def test_a_repeated_publish_reports_the_codes_that_changed_since_the_version_before_it():
+    published = Published("int8")
+    published.send(0)
+    for parameter in published.parameters.values():
+        if not fp8_parameters.is_fp8_parameter(parameter):
+            parameter.data.neg_()
+    published.send(1)
+    first = published.packer.watch.sums()
+    assert first[0].num_changed == 0 < first[1].num_changed <= first[1].num_compared == first[1].num_codes
+    published.send(1)
+    assert published.packer.watch.sums() == first
 
 
 def test_a_nan_code_stops_the_publish_naming_the_tensor():

@@ -9,6 +9,7 @@ from megatron_rl.quantization.backends import Quantizer, TorchBackend
 from megatron_rl.quantization.formats import CODE_FORMATS
 from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
 from megatron_rl.weights.quantization_stats import QuantizationStats, code_metrics, sum_stats
+from rollout.types import WeightVersion
 from rollout.weights.manifest import Box
 
 BOX = Box(start=(64, 0), shape=(64, 8))
@@ -22,14 +23,33 @@ def test_one_in_128_rows_of_a_piece_is_measured_and_at_least_one() -> None:
 def test_signal_noise_saturation_and_change_equal_hand_computed_values() -> None:
     watch = CodeWatch()
     weight = torch.tensor([[3.0, -4.0]])
-    for codes in (torch.tensor([[127, -127]], dtype=torch.int8), torch.tensor([[127, 3]], dtype=torch.int8)):
-        watch.begin()
+    versions = (torch.tensor([[127, -127]], dtype=torch.int8), torch.tensor([[127, 3]], dtype=torch.int8))
+    for version, codes in enumerate(versions):
+        watch.begin(WeightVersion(version))
         watch.add("model.layers.7.mlp.up_proj.weight", BOX, weight, codes, torch.tensor([[3.0, -3.0]]))
     (sums,) = watch.sums().values()
     assert list(watch.sums()) == [7]
     assert (sums.signal, sums.noise, sums.num_codes) == (25, 1, 2)
     assert (sums.num_saturated, sums.num_compared, sums.num_changed) == (1, 2, 1)
     assert sums.sqnr_db == pytest.approx(10 * math.log10(25))
+
+
+def test_a_version_that_is_published_again_is_compared_with_the_version_before_it() -> None:
+    """Also if the first attempt has ended between two pieces."""
+    watch, one, other = CodeWatch(), "model.layers.0.x.weight", "model.layers.0.y.weight"
+
+    def publish(version: int, codes: list[int], *names: str) -> QuantizationStats:
+        watch.begin(WeightVersion(version))
+        for name in names:
+            watch.add(name, BOX, torch.ones(1, 2), torch.tensor([codes], dtype=torch.int8), torch.ones(1, 2))
+        return watch.sums()[0]
+
+    publish(0, [1, 2], one, other)
+    assert publish(1, [1, 5], one).num_changed == 1
+    again = publish(1, [1, 5], one, other)
+    assert (again.num_codes, again.num_compared, again.num_changed) == (4, 4, 2)
+    assert publish(1, [1, 5], one, other) == again
+    assert publish(2, [1, 5], one, other).num_changed == 0
 
 
 def test_a_non_contiguous_part_of_a_matrix_is_measured_too() -> None:

@@ -1,12 +1,17 @@
 """An engine that releases its memory on a CUDA device and allocates it again."""
 
+import asyncio
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
 
 from rollout.engine.state import EngineStatus
 from tests.rollout.conftest import engine_environment
+from tests.support.engines.engine_answers import Checkpoints
 from tests.support.engines.live import Live
 from tests.support.engines.oracle import PROBE
 from tests.support.engines.packing import RUN_ID
@@ -24,23 +29,64 @@ def free_bytes() -> int:
     return int(torch.cuda.mem_get_info()[0])
 
 
-@pytest.fixture(params=[1, 2])
-def sleeping(request, checkpoints, loop, tmp_path):
+@contextmanager
+def started(
+    checkpoints: Checkpoints, loop: asyncio.Runner, folder: Path, *, family: str, format: str, level: int
+) -> Iterator[Live]:
+    """An engine that sleeps at this level."""
     from rollout.config import EngineConfig
     from rollout.engine.engine import Engine
     from rollout.engine.spec import EngineSpec
 
-    config = json.loads((checkpoints.path("qwen3", "A", "int8") / "config.json").read_text())
+    config = json.loads((checkpoints.path(family, "A", format) / "config.json").read_text())
     config.pop("quantization_config")
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    settings = EngineConfig(format="int8", kv_cache_bytes=KV_BYTES, max_num_seqs=16, sleep_level=request.param)
-    spec = EngineSpec(engine_id=0, run_id=RUN_ID, config=settings, directory=str(tmp_path), max_model_len=256)
+    (folder / "config.json").write_text(json.dumps(config))
+    settings = EngineConfig(
+        format=format,
+        bf16_first_layers=0,
+        bf16_last_layers=0,
+        kv_cache_bytes=KV_BYTES,
+        max_num_seqs=16,
+        sleep_level=level,
+    )
+    spec = EngineSpec(engine_id=0, run_id=RUN_ID, config=settings, directory=str(folder), max_model_len=256)
     with engine_environment():
-        live = Live(Engine(spec), loop, checkpoints, "int8")
+        live = Live(Engine(spec), loop, checkpoints, format, family=family)
         loop.run(live.engine.start())
         loop.run(live.use_shm())
         yield live
         live.close()
+
+
+@pytest.fixture(params=[1, 2])
+def sleeping(request, checkpoints, loop, tmp_path):
+    with started(checkpoints, loop, tmp_path, family="qwen3", format="int8", level=request.param) as live:
+        yield live
+
+
+@pytest.fixture
+def sleeping_experts(checkpoints, loop, tmp_path):
+    with started(checkpoints, loop, tmp_path, family="experts", format="fp8_channel", level=2) as live:
+        yield live
+
+
+async def sleep_and_publish(live: Live, version: int) -> None:
+    await live.engine.weights.sleep()
+    await live.engine.weights.wake("weights")
+    publish = live.publish("A", version=version)
+    await live.engine.weights.update(publish.manifest, live.stage(publish))
+    await live.engine.weights.wake("kv_cache")
+    await live.engine.weights.resume()
+
+
+def test_experts_in_fp8_answer_as_before_after_sleep_has_discarded_their_weights(sleeping_experts, loop):
+    loop.run(sleeping_experts.push("A"))
+    expected = loop.run(sleeping_experts.greedy())
+    for number in range(2):
+        loop.run(sleep_and_publish(sleeping_experts, number + 1))
+        found = loop.run(sleeping_experts.greedy())
+        assert found["probe"] == pytest.approx(expected["probe"], abs=1e-5)
+        assert found["tokens"] == expected["tokens"]
 
 
 def test_twenty_cycles_of_sleep_release_their_memory_and_change_no_answer(sleeping, loop):

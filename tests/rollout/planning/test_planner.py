@@ -94,6 +94,19 @@ def test_a_lower_overlap_lets_the_steps_ahead_run_out_and_a_higher_one_admits_ah
     assert sizes == [PER_STEP] * 6
 
 
+@pytest.mark.parametrize("policy", ["adaptive", "flexible"])
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_groups_that_are_shown_in_advance_are_not_ahead_before_they_are_admitted(policy, overlap):
+    one = planner(policy=policy, overlap=overlap, max_staleness=overlap)
+    groups, batch = step(one, 0)
+    one.consumed([scored(group) for group in groups if group.group_id in batch])
+    for _ in range(2):
+        assert len(one.upcoming(1, ENGINES).groups) == PER_STEP
+        assert one.metrics()["planner/groups_ahead"] == overlap * PER_STEP
+    one.due(1, ENGINES)
+    assert one.metrics()["planner/groups_ahead"] == (overlap + 1) * PER_STEP
+
+
 def test_there_is_no_head_start_while_the_overlap_is_lowered():
     one = planner(overlap=1, head_start=0.5, max_staleness=2)
     one.lengths.correlation = lambda: 0.9

@@ -198,9 +198,13 @@ def run(admission, *, policy, num_steps, groups_per_step, num_engines, seed):
     dispatcher.admit(plan(policy, admission.due(0), dispatcher.loads(1)))
     while len(batches) < num_steps:
         feed()
-        if trained_at is None and (batch := admission.batch(version)) is not None:
-            batches.append(batch)
-            trained_at = clock + generator.uniform(0, 200)
+        if trained_at is None:
+            done, wanted = admission.progress(version)
+            batch = admission.batch(version)
+            assert (done < wanted) == (batch is None), "a stop request is looked for while groups are missing"
+            if batch is not None:
+                batches.append(batch)
+                trained_at = clock + generator.uniform(0, 200)
         if trained_at is not None and (not ends or trained_at <= ends[0][0]):
             clock, trained_at, version = trained_at, None, version + 1
             dispatcher.admit(plan(policy, admission.due(version), dispatcher.loads(1)))
@@ -304,10 +308,12 @@ def test_a_flexible_batch_waits_for_a_group_that_would_become_too_stale():
         admission.started(group.group_id, 1)
         admission.completed(group.group_id)
     assert admission.batch(1) is None  # groups 0 and 3 started under version 0
+    assert admission.progress(1) == (1, 2), "two others are complete, but the batch waits"
     assert admission.num_waits == 1
     admission.completed(GroupId(0))
-    assert admission.batch(1) is None
+    assert admission.batch(1) is None and admission.progress(1) == (1, 2)
     admission.completed(GroupId(3))
+    assert admission.progress(1) == (2, 2)
     assert admission.batch(1) == [0, 3]
     assert admission.num_waits == 1
 
@@ -317,10 +323,12 @@ def test_only_groups_expected_to_be_longest_get_a_head_start():
         draw=lambda step: forecasts([5, 50, 7, 60], step=step, first=4 * step), num_steps=3, head_start=0.5
     )
     assert [group.group_id for group in admission.due(0)] == [0, 1, 2, 3, 5, 7]
+    assert admission.num_ahead == 6
     admission.head_start = 0.0
     for group_id in range(4):
         admission.completed(GroupId(group_id))
     assert admission.batch(0) == [0, 1, 2, 3]
+    assert admission.num_ahead == 2
     assert [group.group_id for group in admission.due(1)] == [4, 6]
 
 

@@ -4,16 +4,19 @@ from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import ray
 
 from history.drafting.stats import DraftStats
-from rollout.engine.state import EngineState, EngineStatus, UpdateTimes
+from rollout.engine.state import EngineProgress, EngineState, EngineStatus, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
 from rollout.patience import Patience
-from rollout.pool import engine_call, engine_group
+from rollout.pool import engine_call, engine_group, engine_watch
 from rollout.pool.engine_group import EngineGroup
+from rollout.pool.engine_watch import EngineWatch
 from rollout.processes import ProcessId
+from rollout.tracing.forwards import FORWARD
 from rollout.types import WeightVersion
 from rollout.weights.announcement import HeldPlan
 from rollout.weights.manifest import Bucket, WeightManifest
@@ -72,7 +75,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def _ray(monkeypatch):
-    for module in (engine_call, engine_group):
+    for module in (engine_call, engine_group, engine_watch):
         monkeypatch.setattr(module, "ray", Ray)
     Ray.killed, Ray.stored = [], []
 
@@ -215,16 +218,31 @@ def test_an_engine_that_replaces_another_has_the_number_of_the_other_in_messages
 
 
 def test_figures_come_from_the_engines_that_live():
-    """The process of engine 0 has died, vLLM's process in engine 1, and engine 2 hangs."""
+    """The process of engine 0 has died, and vLLM's process in engine 1."""
     died = ray.exceptions.RayActorError()
     core_died = {"history_figures": failed("EngineDeadError"), "fault": "vLLM's process has ended"}
-    others = {0: {"history_figures": died}, 1: core_died, 2: {"history_figures": LATE}}
-    engines = group(4, others, history_figures=(DraftStats(), 7), fault="")
-    assert engines.history_figures(timeout_s=1) == {3: (DraftStats(), 7)}
-    assert engines.lost == (0, 1, 2) and engines.num_hung == 1
+    engines = group(3, {0: {"history_figures": died}, 1: core_died}, history_figures=(DraftStats(), 7), fault="")
+    assert engines.history_figures(timeout_s=1) == {2: (DraftStats(), 7)}
+    assert engines.lost == (0, 1) and engines.num_hung == 0
     assert "RayActorError" in engines.loss_reason(0) and engines.loss_reason(1) == "vLLM's process has ended"
     with pytest.raises(CallError, match="engine 0: history_figures failed"):
         group(1, {}, history_figures=failed("a defect"), fault="").history_figures(timeout_s=1)
+
+
+@pytest.mark.parametrize("method", ["history_figures", "drain_trace"])
+def test_an_engine_that_is_late_with_a_figure_is_left_out_and_lives_on(method, caplog):
+    """It is in a long prefill: its process tells of progress at once, its ranks answer after their forward."""
+    figure = (DraftStats(), 7) if method == "history_figures" else np.zeros(0, dtype=FORWARD)
+    tokens = iter((5, 9))
+    progress = {"progress": lambda: EngineProgress(num_tokens=next(tokens), can_sample=True)}
+    engines = group(2, {0: {method: LATE, **progress}}, **{method: figure})
+    watch = EngineWatch(engines, timeout_s=600)
+    for _ in range(2):
+        watch._looked_at -= 2 * watch.look_every_s
+        watch.look({0})
+        assert list(getattr(engines, method)(timeout_s=30)) == [1]
+    assert engines.alive == (0, 1) and engines.num_hung == 0 and Ray.killed == []
+    assert f"engine 0 had not finished `{method}` after 30 s; its answer is left out" in caplog.text
 
 
 def test_engines_that_require_other_parts_of_the_weights_are_named():

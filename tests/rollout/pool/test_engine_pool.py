@@ -1,7 +1,18 @@
-"""Engines that planning sees; over engines that are never called."""
+"""Engines that planning sees, and free seats of engines; over engines that are never called, or in this process."""
 
+import random
+from collections import Counter
+
+from rollout.planning.admission import FixedBatches
+from rollout.planning.plan import GroupForecast
+from rollout.planning.policies import plan
+from rollout.pool import engine_pool as pool_module
+from rollout.pool import heartbeat, scorer_pool
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
+from rollout.types import GroupId
+from tests.rollout.pool.test_history_client import Calm
+from tests.support.pool_stress import SIZE, Engine, FakeRay, Method, Ref, Watched, groups_of
 from tests.support.scored_groups import scored_group
 
 SEATS = 8
@@ -29,3 +40,67 @@ def test_loads_are_those_of_the_engines_that_are_kept() -> None:
     assert [load.queued_tokens for load in pool.loads()] == [0.0, 0.0, work]
     engines.retire(1, "its node is gone")
     assert [load.queued_tokens for load in pool.loads()] == [0.0, work]
+
+
+def forecasts(count: int, *, step: int = 0) -> list[GroupForecast]:
+    """Groups of one step with equal forecasts."""
+    return [
+        GroupForecast(group_id=GroupId(step * count + number), step=step, num_responses=SIZE, tokens=9.0)
+        for number in range(count)
+    ]
+
+
+class Mute(Engine):
+    """Never says how many of its responses have ended."""
+
+    def _answer(self) -> None:
+        pass
+
+
+def test_a_step_finds_free_the_seats_of_groups_that_have_ended_and_is_spread_over_all_engines(monkeypatch) -> None:
+    """Two steps take as many seats as there are, and nobody asks for free seats while no group waits."""
+    world, begun, per_step, num_steps = Calm(random.Random(0)), Counter(), 64 // SIZE, 3
+    for module in (pool_module, scorer_pool, heartbeat):
+        monkeypatch.setattr(module, "ray", FakeRay(world))
+    world.engines = EngineGroup([Engine(world), Mute(world)], num_ranks=1)
+    admission = FixedBatches(draw=lambda step: forecasts(per_step, step=step), num_steps=num_steps)
+    pool = EnginePool(
+        world.engines,
+        [world.scorer],
+        seats_per_engine=64,
+        batches=Watched(admission),
+        on_start=lambda group, engine: begun.update([(group.step, engine)]),
+    )
+    for step in range(num_steps):
+        due = admission.due(step)
+        pool.admit(groups_of(due), plan("adaptive", due, pool.loads()))
+        assert len(pool.take_batch(step)) == per_step
+        pool.check_integrity()
+    assert begun == {(step, engine): per_step // 2 for step in range(num_steps) for engine in (0, 1)}
+
+
+class Asked:
+    """An engine that begins groups and answers nothing; notes for how many ended responses it is asked."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+        self.generate_group = Method(lambda *_: (Ref(), Ref()))
+        self.ended_at_least = Method(self._ended_at_least)
+
+    def _ended_at_least(self, count: int) -> Ref:
+        self.counts.append(count)
+        return Ref()
+
+
+def test_a_full_engine_is_asked_again_only_for_a_group_that_needs_fewer_seats() -> None:
+    """Half of a training group waits for two seats; an evaluation's group of one response needs one."""
+    engine = Asked()
+    pool = EnginePool(EngineGroup([engine], num_ranks=1), [], seats_per_engine=SIZE)
+    due = forecasts(3)
+    pool.admit(groups_of(due[:2]), plan("adaptive", due[:2], pool.loads()))
+    assert engine.counts == [SIZE // 2]
+    pool.admit(groups_of(due[2:]), plan("adaptive", due[2:], pool.loads()))
+    assert engine.counts == [SIZE // 2]
+    for number in (10, 11):
+        pool.admit([scored_group(number, num_samples=1).group])
+    assert engine.counts == [SIZE // 2, 1]

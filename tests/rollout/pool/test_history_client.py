@@ -93,6 +93,18 @@ def test_metrics_sum_over_engines_and_count_each_lost_call_once():
     assert client.metrics()["history/evictions"] == 0.0
 
 
+def test_calls_that_a_late_engine_has_lost_before_are_not_counted_again():
+    engines = Engines()
+    client = HistoryClient(Service(), engines)
+    assert client.metrics()["history/lost_calls"] == 8.0
+    answers = engines.history_figures(timeout_s=1)
+    engines.history_figures = lambda *, timeout_s: {0: answers[0]}
+    late = client.metrics()
+    assert (late["history/lost_calls"], late["history/tokens_per_forward"]) == (0.0, 2.0)
+    engines.history_figures = lambda *, timeout_s: answers
+    assert client.metrics()["history/lost_calls"] == 0.0
+
+
 GROUPS = [scored_group(number).group for number in range(6)]
 KEYS = [prompt_key(group.prompt.prompt_id) for group in GROUPS]
 
@@ -300,5 +312,20 @@ def test_measured_saving_compares_with_the_baseline_engines_token_rate():
     )
     traced = [forwards((9.0, 99.0), (11.0, 1.0), (12.0, 1.0)), forwards((11.0, 2.0), (25.0, 99.0))]
     # stock: 2 s for 20 tokens; 60 tokens would have taken 6 s, and took 2
-    assert seconds_saved(traced, [drafting, stock], {1}) == pytest.approx(4.0)
-    assert math.isnan(seconds_saved(traced, [drafting], {1}))
+    since_start = [-math.inf, -math.inf]
+    assert seconds_saved(traced, [drafting, stock], {1}, earlier_s=since_start) == pytest.approx(4.0)
+    assert math.isnan(seconds_saved(traced, [drafting], {1}, earlier_s=since_start))
+    # both engines were idle when the step began; then the forwards of engine 0 are missing
+    assert seconds_saved(traced, [drafting, stock], {1}, earlier_s=[8.0, 9.9]) == pytest.approx(4.0)
+    assert math.isnan(seconds_saved([traced[0][:0], traced[1]], [drafting, stock], {1}, earlier_s=since_start))
+
+
+def test_no_saving_is_measured_for_groups_that_began_before_the_forwards_of_the_step():
+    """Both groups began in the step before: their tokens are all counted, and only half of their forwards are here."""
+    drafting, stock = (
+        replace(one, summary=replace(one.summary, engine_id=number, lengths=(9, 9), started_at_s=10, finished_at_s=60))
+        for number, one in enumerate([scored_group(0), scored_group(1)])
+    )
+    traced = [forwards((50.0, 1.0), (51.0, 1.0)), forwards((50.5, 2.0))]
+    for earlier_s in ([49.0, 49.5], [49.0, 9.0], [9.0, 49.5], [9.0, 10.0]):
+        assert math.isnan(seconds_saved(traced, [drafting, stock], {1}, earlier_s=earlier_s))

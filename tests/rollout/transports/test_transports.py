@@ -233,6 +233,26 @@ def test_sweep_removes_files_that_nobody_holds_and_those_of_the_named_run():
         held.remove()
 
 
+def test_a_sweep_leaves_a_file_that_took_the_path_of_one_that_another_sweep_removed(monkeypatch):
+    path = files.segment_path(run_id="sweeptest-3", pid=os.getpid(), weight_version=1, rank=0)
+    path.write_bytes(b"old")
+    opened = files.open_own
+
+    def open_before_it_is_replaced(found: Path) -> int | None:
+        descriptor = opened(found)
+        if found == path:
+            path.unlink()
+            path.write_bytes(b"new")
+        return descriptor
+
+    monkeypatch.setattr(files, "open_own", open_before_it_is_replaced)
+    try:
+        assert path not in files.sweep()
+        assert path.read_bytes() == b"new"
+    finally:
+        path.unlink()
+
+
 @pytest.mark.parametrize("kind", ["link", "pipe", "another user's"])
 def test_links_and_files_of_other_users_are_neither_removed_nor_mapped(kind, tmp_path):
     path = files.segment_path(run_id="planted", pid=1 << 30, weight_version=3, rank=0)

@@ -1,6 +1,7 @@
 """Transports that keep weights on CUDA devices."""
 
 import multiprocessing
+import time
 from multiprocessing.connection import Connection
 
 import pytest
@@ -11,7 +12,8 @@ from rollout.transports.checksum import multilinear
 from rollout.transports.colocated import ColocatedInbox, ColocatedSender
 from rollout.transports.store_server import StoreServer
 from rollout.transports.streaming import GroupInbox, GroupSender
-from rollout.weights.manifest import Box
+from rollout.types import WeightVersion
+from rollout.weights.manifest import Box, Bucket, WeightManifest
 from rollout.worker.received_pieces import ReceivedPieces
 from tests.support.engines.packing import RUN_ID, Publish, pack
 
@@ -21,6 +23,10 @@ pytestmark = [
 ]
 
 TIMEOUT_S = 60
+PUBLISH_S = 10
+"""Limit of a publish that cannot succeed."""
+WATCHDOG_S = 3
+"""In which torch's watchdog, if there were one, would see an error and end its process."""
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -114,3 +120,63 @@ def test_nccl_delivers_publishes_from_device_to_device(delta):
         assert pipe.poll(TIMEOUT_S) and pipe.recv() is True
     reader.join(TIMEOUT_S)
     assert reader.exitcode == 0
+
+
+def _large() -> WeightManifest:
+    """Four buckets that do not fit into NCCL's buffers, so a sender waits for its receiver."""
+    buckets = tuple(Bucket(index=index, source_rank=0, num_bytes=32 << 20, pieces=()) for index in range(4))
+    return WeightManifest(run_id=RUN_ID, weight_version=WeightVersion(0), format="int8", tensors=(), buckets=buckets)
+
+
+def _take_the_first(store: StoreAddress, pipe: Connection) -> None:
+    torch.cuda.set_device(1)
+    inbox = GroupInbox(_channel(store), engine_rank=0)
+    manifest = _large()
+    inbox.expect(manifest, timeout_s=TIMEOUT_S)
+    inbox.take(manifest.buckets[0])
+    pipe.send("took the first bucket")
+    time.sleep(TIMEOUT_S)
+
+
+def _give(store: StoreAddress, pipe: Connection) -> None:
+    """A publish whose receiver ends after the first bucket. Quantising the third takes longer than a watchdog waits."""
+    sender = GroupSender(run_id=RUN_ID, rank=0, backend="nccl", timeout_s=PUBLISH_S)
+    sender.attach(0, _channel(store))
+    manifest = _large()
+    sender.open(manifest.weight_version, manifest.buckets)
+    for bucket in manifest.buckets:
+        if bucket.index == 1:
+            pipe.recv()  # the receiver has ended
+        elif bucket.index == 2:
+            time.sleep(WATCHDOG_S)
+        sender.commit(bucket.index)
+    sender.finish()
+    pipe.send(sender.fault)
+    time.sleep(WATCHDOG_S)
+    pipe.send("alive")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a device for each rank")
+@pytest.mark.parametrize("link", ["between devices", "over sockets"])
+def test_a_trainer_rank_outlives_an_engine_that_is_killed_in_a_publish(link, monkeypatch):
+    """Over sockets NCCL reports the death; between devices it does not, and the publish's limit passes."""
+    monkeypatch.setenv("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "100")  # a watchdog sleeps four times as long, then acts
+    if link == "over sockets":
+        for variable in ("NCCL_P2P_DISABLE", "NCCL_SHM_DISABLE", "NCCL_IB_DISABLE"):
+            monkeypatch.setenv(variable, "1")
+        monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    store = StoreServer("127.0.0.1")
+    context = multiprocessing.get_context("spawn")
+    (taken, end_taken), (given, end_given) = context.Pipe(), context.Pipe()
+    reader = context.Process(target=_take_the_first, args=(store.address, end_taken))
+    rank = context.Process(target=_give, args=(store.address, end_given))
+    reader.start()
+    rank.start()
+    assert taken.poll(TIMEOUT_S) and taken.recv() == "took the first bucket"
+    reader.kill()
+    reader.join(TIMEOUT_S)
+    given.send("the receiver has ended")
+    assert given.poll(TIMEOUT_S) and "for engine 0 rank 0 to take bucket" in given.recv()
+    assert given.poll(TIMEOUT_S) and given.recv() == "alive"
+    rank.join(TIMEOUT_S)
+    assert rank.exitcode == 0

@@ -275,24 +275,54 @@ def test_the_workaround_leaves_other_kernels_alone(sampler, monkeypatch):
     assert (sampler.expand_batch_to_tokens, sampler._rejection_random_sample) == before
 
 
+def kernel_with_strides() -> SimpleNamespace:
+    """As Cutlass's kernel of four experts in FP8: attributes of a part of it are strides; one tensor is two of them."""
+    rows, columns = torch.full((4,), 128), torch.full((4,), 256)
+    scratch = torch.zeros(8)
+    experts = SimpleNamespace(ab_strides1=rows, c_strides2=rows, c_strides1=columns, scratch=scratch, out_dtype=None)
+    return SimpleNamespace(impl=SimpleNamespace(fused_experts=experts))
+
+
 class ExpertsThatBuildAKernelWhenRepacked(FusedMoEMethodBase):
     """As vLLM's methods of experts in 8 bits do."""
 
     def __init__(self) -> None:
-        self.moe_kernel, self.moe_quant_config = object(), object()
+        self.moe_kernel, self.moe_quant_config = kernel_with_strides(), object()
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         layer.num_repacked += 1
-        self.moe_kernel, self.moe_quant_config = object(), object()
+        self.moe_kernel, self.moe_quant_config = kernel_with_strides(), object()
 
 
 ExpertsThatBuildAKernelWhenRepacked.__abstractmethods__ = frozenset()  # nothing here multiplies
 
 
-def test_kernels_of_experts_outlive_every_reload():
+def model_with_experts() -> torch.nn.Module:
     model = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    model[0].num_repacked, model[0].quant_method = 0, ExpertsThatBuildAKernelWhenRepacked()
+    return model
+
+
+def test_strides_of_experts_are_right_again_after_their_memory_was_discarded():
+    model = model_with_experts()
+    method = model[0].quant_method
+    experts = method.moe_kernel.impl.fused_experts
+    captured = experts.ab_strides1, experts.c_strides1
+    experts.scratch = torch.zeros(16)  # a forward has made a larger one
+    for _ in range(2):
+        vllm_quirks.graphs_of_experts_read_freed_strides_after_reload(model)
+        for tensor in (*captured, experts.scratch):
+            tensor.fill_(-1)
+        method.process_weights_after_loading(model[0])
+        assert [tensor.tolist() for tensor in captured] == [[128] * 4, [256] * 4]
+        assert experts.ab_strides1 is experts.c_strides2 is captured[0] and experts.c_strides1 is captured[1]
+        assert experts.scratch.tolist() == [-1] * 16
+    assert method.moe_kernel.impl.fused_experts is experts
+
+
+def test_kernels_of_experts_outlive_every_reload():
+    model = model_with_experts()
     layer = model[0]
-    layer.num_repacked, layer.quant_method = 0, ExpertsThatBuildAKernelWhenRepacked()
     captured = layer.quant_method.moe_kernel, layer.quant_method.moe_quant_config
     for _ in range(3):
         vllm_quirks.graphs_of_experts_read_freed_strides_after_reload(model)

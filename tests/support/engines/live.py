@@ -17,7 +17,7 @@ from rollout.transports.store_server import StoreServer
 from rollout.transports.streaming import GroupSender
 from rollout.types import GroupColumns, GroupId, GroupSummary, Prompt, PromptGroup, PromptId, SamplingSpec
 from tests.support.engines.engine_answers import Checkpoints
-from tests.support.engines.packing import RUN_ID, Publish, pack
+from tests.support.engines.packing import RUN_ID, Publish, pack, stacked
 
 
 @dataclass
@@ -41,7 +41,8 @@ class Live:
             sender.abandon()
 
     def tensors(self, weights: str) -> dict[str, torch.Tensor]:
-        return load_file(Path(self.checkpoints.path(self.family, weights, self.format)) / "model.safetensors")
+        tensors = load_file(Path(self.checkpoints.path(self.family, weights, self.format)) / "model.safetensors")
+        return stacked(tensors) if self.family == "experts" else tensors
 
     def publish(self, weights: str, version: int | None = None, **changes: object) -> Publish:
         if version is None:

@@ -122,7 +122,7 @@ def _checksum(module: ModuleType) -> None:
 def _cuda_ipc(module: ModuleType) -> None:
     """Torch shares only memory that it caches, and cached memory is not zero. The driver's own calls share any memory.
 
-    Torch's way is rehearsed by `tests/rollout/transports/test_transports_gpu.py`.
+    Torch's way is rehearsed by `test_transports_gpu.py` and `test_cuda_ipc_gpu.py` in `tests/rollout/transports`.
     """
     import base64
     import ctypes

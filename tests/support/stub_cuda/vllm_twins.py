@@ -179,8 +179,10 @@ def moe_unpermute(
 
 
 def cutlass_moe_mm(out, a, b, a_scales, b_scales, expert_offsets, *rest):
-    """`rest` ends with whether `a` has a scale for each row, and `b` one for each output."""
+    """`rest`: sizes, strides of `a`, `b`, `out` by expert, and whether rows of `a` and outputs of `b` have scales."""
     assert rest[-2:] == (True, True), rest[-2:]
+    for strides, width in zip(rest[1:4], (a.shape[1], a.shape[1], out.shape[1]), strict=True):
+        assert strides.tolist() == [width] * len(b), f"an expert has strides of {strides.tolist()}, not {width}"
     ends = [*expert_offsets.tolist()[1:], len(a)]
     for expert, (begin, end) in enumerate(zip(expert_offsets.tolist(), ends, strict=True)):
         wide = a[begin:end].float() @ b[expert].float().t()

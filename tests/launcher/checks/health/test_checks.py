@@ -10,11 +10,12 @@ from launcher.checks.health.network import network_line
 from launcher.checks.health.reward import reward_line
 from launcher.checks.health.stop_tokens import stop_token_line
 from launcher.checks.health.tokenizer import tokenizer_line
-from launcher.checks.health.wandb import wandb_line
+from launcher.checks.health.wandb import KEYS, PLACES, job_problems, wandb_line
 from launcher.checks.health.write_speed import write_speed, write_speed_line
 from launcher.cluster.pairs import Endpoint
 from launcher.cluster.ports import free_ports
 from launcher.config.schema import WandbConfig
+from launcher.config.slurm import SlurmConfig
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
 from rollout.data.tokenizer import Tokenizer
@@ -85,20 +86,80 @@ def test_a_slow_disk_is_judged_by_the_time_between_checkpoints(tmp_path: Path) -
         assert "`trainer.timeout_s` = 9 s" in line(interval_s=None, timeout_s=9.0)[1][0]
 
 
-def test_wandb_needs_its_package_and_online_a_key(tmp_path: Path) -> None:
-    def problems(mode: str, key: str = "", *, is_installed: bool = True) -> list[str]:
-        return wandb_line(
-            WandbConfig.model_validate({"mode": mode}),
-            environment={"WANDB_API_KEY": key},
-            netrc_file=tmp_path / "netrc",
-            is_installed=is_installed,
-        )[1]
+def wandb_problems(home: Path, mode: str = "online", *, is_installed: bool = True, **environment: str) -> list[str]:
+    config = WandbConfig.model_validate({"mode": mode})
+    return wandb_line(config, environment=environment, home=home, is_installed=is_installed)[1]
 
-    assert problems("offline") == problems("online", "key") == problems("disabled", is_installed=False) == []
+
+def test_wandb_needs_its_package_and_online_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    problems = partial(wandb_problems, tmp_path)
+    assert problems("offline") == problems("disabled", is_installed=False) == []
+    assert problems(WANDB_API_KEY="key") == problems(WANDB_IDENTITY_TOKEN_FILE="token") == []
     assert problems("offline", is_installed=False)[0].startswith("the package wandb is missing")
-    assert problems("online")[0].startswith("no key; set WANDB_API_KEY")
-    (tmp_path / "netrc").write_text("machine api.wandb.ai login user password key\n")
-    assert problems("online") == []
+    assert problems(WANDB_API_KEY="")[0].startswith("no key; set WANDB_API_KEY")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert problems() == []
+
+
+@pytest.mark.parametrize(
+    ("files", "environment"),
+    [
+        ({".netrc": "machine api.forge.coreweave.com login user password key"}, {}),
+        ({"_netrc": "machine api.wandb.ai login user password key"}, {}),
+        ({"keys": "machine api.wandb.ai login user password key"}, {"NETRC": "keys"}),
+        ({".netrc": "machine wandb.mine login user password key"}, {"WANDB_BASE_URL": "https://wandb.mine"}),
+        (
+            {
+                ".netrc": "machine wandb.mine login user password key",
+                ".config/wandb/settings": "[default]\nbase_url = https://wandb.mine",
+            },
+            {},
+        ),
+        ({"wandb/settings": "[default]\napi_key = key"}, {}),
+    ],
+)
+def test_a_key_is_found_wherever_wandb_looks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: dict[str, str], environment: dict[str, str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert wandb_problems(tmp_path, **environment), "before there is one"
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert wandb_problems(tmp_path, **environment) == []
+
+
+def test_a_key_of_another_server_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / ".netrc").write_text("machine wandb.mine login user password key\n")
+    assert wandb_problems(tmp_path) and wandb_problems(tmp_path, WANDB_BASE_URL="https://wandb.other:8080/x")
+
+
+def test_a_job_is_refused_only_if_no_key_can_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(**settings: object) -> tuple[list[str], list[str]]:
+        return job_problems(WandbConfig(mode="online"), SlurmConfig.model_validate(settings))
+
+    for name in (*KEYS, *PLACES):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    problems, warnings = found()
+    assert problems[0].startswith("`wandb.mode` = online: no key; set WANDB_API_KEY") and warnings == []
+    for brought in (
+        {"modules": ("wandb",)},
+        {"template": "mine.sh"},
+        {"extra": ("--export-file=keys",)},
+        {"container": {"kind": "pyxis", "image": "ours"}},
+    ):
+        assert found(**brought) == ([], [])
+    monkeypatch.setenv("WANDB_API_KEY", "key")
+    assert found(environment=("WANDB_API_KEY",)) == ([], [])
+    problems, (warning,) = found()
+    assert problems == [] and warning.endswith("name WANDB_API_KEY in `cluster.slurm.environment`")
+    monkeypatch.delenv("WANDB_API_KEY")
+    (tmp_path / ".netrc").write_text("machine api.wandb.ai login user password key\n")
+    assert found() == ([], [])
 
 
 def test_a_blocked_port_and_a_silent_node_are_named(tmp_path: Path) -> None:

@@ -1,0 +1,118 @@
+"""The order in which a run is assembled, and what it keeps over its trainers; parts are stand-ins."""
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from launcher.commands import assembly
+from launcher.commands.assembly import Shown, _Attempt
+from launcher.commands.resume_point import ResumePoint
+from launcher.commands.startup import Workers
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig
+from launcher.errors import ConfigError
+from launcher.run_dir.console import RunProgress
+from launcher.run_dir.status import StatusFile
+from megatron_rl.controller.controller import Repeated
+from rollout.failures import Place, ProcessLostError
+
+TOTALS = {"engine/reissued_groups": 1.0}
+
+
+class Anything:
+    """Stands for a part that only has to be there."""
+
+    def __getattr__(self, name: str) -> "Anything":
+        return self
+
+    def __call__(self, *given: object, **named: object) -> "Anything":
+        return self
+
+
+Start = Callable[[], None]
+
+
+@pytest.fixture
+def execute(
+    write_config: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[SimpleNamespace, Start], None]:
+    """Executes a run with a tracker and workers of the test."""
+    config = load(RunConfig, write_config(""))
+    shown = Shown(progress=RunProgress(3), status=StatusFile(run_dir=tmp_path, num_steps=3))
+
+    def execute(tracker: SimpleNamespace, start: Start) -> None:
+        monkeypatch.setattr(assembly, "read_inputs", lambda *given: None)
+        monkeypatch.setattr(assembly, "Tracker", tracker)
+        monkeypatch.setattr(assembly, "start_workers", lambda *given: start())
+        checked, directory = SimpleNamespace(config=config), SimpleNamespace(path=tmp_path)
+        assembly.execute(checked, directory, shown, None, ResumePoint(), ())
+
+    return execute
+
+
+def test_wandb_begins_before_the_engines_and_ends_if_they_cannot_start(
+    execute: Callable[[SimpleNamespace, Start], None],
+) -> None:
+    log: list[str] = []
+    run = SimpleNamespace(finish=lambda: log.append("wandb ends"))
+
+    def begin(*given: object, **named: object) -> SimpleNamespace:
+        log.append("wandb begins")
+        return run
+
+    def die() -> None:
+        log.append("engines start")
+        raise ProcessLostError("gone", Place(role="engine", ranks=(0,)))
+
+    with pytest.raises(ProcessLostError):
+        execute(SimpleNamespace(start=begin), die)
+    assert log == ["wandb begins", "engines start", "wandb ends"]
+
+
+def test_a_key_that_the_server_refuses_starts_no_engine(execute: Callable[[SimpleNamespace, Start], None]) -> None:
+    def refuse(*given: object, **named: object) -> None:
+        raise ConfigError("the key is wrong")
+
+    with pytest.raises(ConfigError, match="the key is wrong"):
+        execute(SimpleNamespace(start=refuse), lambda: pytest.fail("engines have started"))
+
+
+@pytest.fixture
+def parts() -> SimpleNamespace:
+    """Of a run that has lost its trainer."""
+    restarts = SimpleNamespace(clear=lambda *given: None, count=lambda num_steps: None, totals={}, repeated=Repeated())
+    others = ("checked", "directory", "shown", "running", "inputs", "history", "recorder", "lost_engines", "placed")
+    return SimpleNamespace(restarts=restarts, **{name: Anything() for name in others})
+
+
+def lost(controller: SimpleNamespace | None) -> _Attempt:
+    return _Attempt(
+        workers=Workers(run_id="run", specs=[], engines=Anything(), trainer=Anything()),
+        sharing=None,
+        controller=controller,
+    )
+
+
+def test_totals_go_on_with_another_trainer_also_if_one_is_lost_before_its_first_step(
+    parts: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(assembly, "resume_point", lambda directory: ResumePoint(first_step=1))
+    monkeypatch.setattr(assembly, "start_trainer", lambda *given: Anything())
+    monkeypatch.setattr(assembly, "device_sharing", lambda *given: None)
+    failure = ProcessLostError("gone", Place(role="trainer", ranks=(1,)))
+    first = lost(SimpleNamespace(pool=None, totals=lambda: TOTALS))
+    second, resume = assembly._start_again(parts, first, failure)
+    assert second.controller is None and parts.restarts.totals == TOTALS
+    assembly._start_again(parts, second, failure)
+    assert parts.restarts.totals == TOTALS
+    stand_ins = (
+        *("publish_plan", "build_delivery", "_planner", "build_publisher", "EngineRestarter", "PhaseClock"),
+        *("EngineRevival", "_pool", "Phases", "train_phase_policy", "Evaluator", "loop_settings", "StopWatch"),
+    )
+    for name in stand_ins:
+        monkeypatch.setattr(assembly, name, Anything())
+    monkeypatch.setattr(assembly, "_guard", lambda *given: None)
+    monkeypatch.setattr(assembly, "Controller", lambda **given: given)
+    assert assembly._with_controller(parts, second, resume).controller["earlier"] == TOTALS

@@ -1,0 +1,70 @@
+"""What is refused once the prompts are read, before the history, the engines and the trainer start."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from launcher.commands import startup
+from launcher.commands.prompts import TrainingPrompts, training_order
+from launcher.commands.resume_point import ResumePoint
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig
+from launcher.errors import LaunchError
+from launcher.run_dir.console import RunProgress
+from rollout.data.prompts import LoadedPrompts
+from rollout.types import Prompt, PromptId
+
+
+def prompts(*tokens: int) -> TrainingPrompts:
+    loaded = tuple(
+        Prompt(
+            prompt_id=PromptId(f"train/{number}"),
+            data_source="train",
+            token_ids=np.array([token], dtype=np.int32),
+            ground_truth="",
+            extra_info_json="null",
+        )
+        for number, token in enumerate(tokens)
+    )
+    return TrainingPrompts(files=(LoadedPrompts(name="train", prompts=loaded, num_dropped=0, num_truncated=0),))
+
+
+def test_a_resume_with_an_edited_prompt_is_refused_before_anything_else_starts(
+    write_config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(RunConfig, write_config(""), ["history.drafts=false"])
+    checked = SimpleNamespace(config=config, placement=SimpleNamespace(scorers=()))
+    text = SimpleNamespace(text_actor=None, tokenizer=None)
+    running = SimpleNamespace(start_text_processes=lambda *given: text)
+    started: list[str] = []
+    monkeypatch.setattr(startup, "load_evaluation_prompts", lambda *given: {})
+    monkeypatch.setattr(startup, "start_history", lambda *given, **named: started.append("history"))
+    state = training_order(prompts(1, 2, 3), config.data, seed=config.seed, state=None).state()
+
+    def read(loaded: TrainingPrompts) -> startup.Inputs:
+        monkeypatch.setattr(startup, "load_training_prompts", lambda *given, **named: loaded)
+        resume = ResumePoint(first_step=1, order=replace(state, cursor=2))
+        return startup.read_inputs(checked, running, resume, "run", RunProgress(3))
+
+    with pytest.raises(LaunchError, match=r"other training prompts, .* restore them, or start a new run"):
+        read(prompts(1, 2, 4))
+    assert started == []
+    assert len(read(prompts(1, 2, 3)).training.by_id()) == 3
+    assert started == ["history"]
+
+
+def test_prompts_that_share_ids_are_refused_as_input(
+    write_config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(RunConfig, write_config(""), ["data.train=[{path: a.jsonl}, {path: b.jsonl}]"])
+    checked = SimpleNamespace(config=config, placement=SimpleNamespace(scorers=()))
+    text = SimpleNamespace(text_actor=None, tokenizer=None)
+    twice = TrainingPrompts(files=prompts(1).files * 2)
+    monkeypatch.setattr(startup, "load_training_prompts", lambda *given, **named: twice)
+    running = SimpleNamespace(start_text_processes=lambda *given: text)
+    with pytest.raises(LaunchError, match="'train/0' occurs twice; give every data set its own name"):
+        startup.read_inputs(checked, running, ResumePoint(), "run", RunProgress(3))
