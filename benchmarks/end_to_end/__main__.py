@@ -13,8 +13,8 @@ numbers. All arms run with four seeds, those that goals compare with six. Their 
 slow drifts of the machine affect all alike. Before the first run every stack is launched once, untimed, so that no arm
 pays for reading files or compiling. Trainer and engine have a core each; peers have both cores, in environments made by
 `python -m benchmarks.end_to_end.peers --setup DIR`. An arm whose INT8 kernel is not exact on this CPU, and a peer
-without an environment, is left out and listed as not measured. All arms of a seed run in one boot of one machine with
-one commit: `--resume` measures any other unfinished seed anew.
+without an environment, is left out and listed as not measured, as are runs that are still to come. All arms of a seed
+run in one boot of one machine with one commit: `--resume` measures any other unfinished seed anew.
 
 Rows: one per run, one per accuracy, one per pair of arms with differences over the seeds, and one per run that was
 begun and does not count. `--quick` runs the base and the fastest arm for two steps on short answers; its figures mean
@@ -31,7 +31,7 @@ from benchmarks.end_to_end import inputs, picture
 from benchmarks.end_to_end.arms import ARMS, COMPARED, OURS, PLAIN_LOOP, QUICK_ARMS, TRL
 from benchmarks.end_to_end.judged import check_regime, completed, differences, goals
 from benchmarks.end_to_end.peers.setup import python_of
-from benchmarks.end_to_end.resumed import boot, discarded, kept, machine_name
+from benchmarks.end_to_end.resumed import absent, boot, discarded, kept, machine_name
 from benchmarks.end_to_end.run_arm import FULL, QUICK, UNTIMED, Place, launch, run
 from benchmarks.harness.record import Goal, Row, arguments, measured_code, rows_before, write
 
@@ -76,7 +76,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             launch(f"untimed {arm}", ARMS[arm], inputs.DEVELOPMENT_SEED, place, UNTIMED)
 
     def save(rows: Sequence[Row], *judged: Row, goals: Sequence[Goal] = ()) -> list[Row]:
-        write(options.json, rows=[*rows, *judged], goals=goals, not_measured=[*NOT_MEASURED, *left_out.values()])
+        gaps = [] if options.quick else [*left_out.values(), *absent(rows, left_out)]
+        write(options.json, rows=[*rows, *judged], goals=goals, not_measured=[*NOT_MEASURED, *gaps])
         return rows_before(options.json, resume=True)  # with the commit of this process
 
     for seed, arm in missing:

@@ -4,7 +4,8 @@ import os
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
-from benchmarks.end_to_end.arms import ARMS
+from benchmarks.end_to_end import inputs
+from benchmarks.end_to_end.arms import ARMS, COMPARED
 from benchmarks.harness.record import Row
 from launcher.cluster.node import cpu_model
 
@@ -50,6 +51,18 @@ def discarded(run: Row, why: str) -> Row:
     """A run that counts for nothing, with its seconds if it ended."""
     names = ("seed", "arm", "seconds", "step_s", "machine", "boot", "commit", "dirty")
     return {"what": "discarded", **{name: run[name] for name in names if name in run}, "why": why}
+
+
+def absent(rows: Sequence[Row], left_out: Collection[str]) -> list[str]:
+    """Runs of a whole record that `rows` do not have, a line for each arm; without arms that are `left_out`."""
+    done = {(row["arm"], row["seed"]) for row in rows if row["what"] == "run"}
+    lines = []
+    for arm in ARMS:
+        seeds = inputs.SEEDS + (inputs.MORE_SEEDS if arm in COMPARED else ())
+        missing = [str(seed) for seed in seeds if (arm, seed) not in done]
+        if missing and arm not in left_out:
+            lines.append(f"{arm}: {'seed' if len(missing) == 1 else 'seeds'} {', '.join(missing)}")
+    return lines
 
 
 def _place(row: Row) -> tuple[object, ...]:

@@ -10,7 +10,7 @@ from benchmarks.end_to_end import picture
 from benchmarks.end_to_end.arms import ARMS, BASE, NO_HISTORY, OTHER_HISTORY, OURS, PLAIN_LOOP, SHARED, TRL, keys
 from benchmarks.end_to_end.changed_engine import neighbour
 from benchmarks.end_to_end.judged import check_regime, completed, differences, goals, never_falling, seconds_to
-from benchmarks.end_to_end.resumed import discarded, kept
+from benchmarks.end_to_end.resumed import absent, discarded, kept
 from benchmarks.end_to_end.run_arm import FULL, RL, Place, product_command
 from benchmarks.harness.record import Row
 from benchmarks.harness.record_file import Record
@@ -174,6 +174,17 @@ def test_a_resumed_seed_has_runs_of_one_machine_one_boot_and_one_commit(change: 
     assert ended == {11} and left[: len(whole)] == whole
     assert [(row["what"], row["arm"]) for row in left[len(whole) :]] == [("discarded", row["arm"]) for row in begun]
     assert kept(left, lambda seed: [*ARMS], {**here, change: "b"}) == (left, {11})
+
+
+def test_runs_that_are_still_to_come_are_named() -> None:
+    rows: list[Row] = [{"what": "run", "seed": seed, "arm": arm} for seed in (12, 13, 14, 18) for arm in ARMS]
+    rows += [{"what": "run", "seed": seed, "arm": arm} for seed in (19, 20) for arm in (BASE, OURS, SHARED, TRL)]
+    assert absent(rows, []) == [f"{PLAIN_LOOP}: seeds 19, 20"]
+    assert absent(rows, [PLAIN_LOOP]) == []
+    fewer = [row for row in rows if (row["arm"], row["seed"]) != (NO_HISTORY, 13)]
+    assert absent([*fewer, {"what": "discarded", "seed": 13, "arm": NO_HISTORY}], [PLAIN_LOOP]) == [
+        f"{NO_HISTORY}: seed 13"
+    ]
 
 
 def test_a_run_that_does_not_count_keeps_its_seconds() -> None:
