@@ -16,13 +16,20 @@ from megatron_rl.config import OptimizerConfig, TrainerConfig
 from megatron_rl.model.spec import ModelSpec, stage_layers
 from megatron_rl.weights.reshard_plan import wire_tensors
 from megatron_rl.weights.state_sizes import critic_state, rank_state
-from rollout.config import EngineConfig, KvFormat
+from rollout.config import GPU_LOGITS_AT_ONCE, EngineConfig, KvFormat
 from rollout.weights.format import WeightFormat
 
 TRAINER_PROCESS_BYTES = 700 << 20
 """A Python process with torch, Megatron and a gloo group, no model; an estimate."""
 ENGINE_PROCESS_BYTES = 1500 << 20
 """The two processes of an AsyncLLM engine without weights and KV cache. Each further rank adds half of it."""
+
+GRAPHS = "CUDA graphs"
+"""Name of the item that a sleeping engine keeps."""
+GRAPH_BYTES = 1 << 30
+"""CUDA graphs of one engine rank, without attention's partial sums; an estimate."""
+ATTENTION_SPLITS = 32
+"""Parts of each text for which attention has partial sums (vLLM's `flash_attn_max_num_splits_for_cuda_graph`)."""
 
 PACKED_TOKEN_BYTES, PREPARED_TOKEN_BYTES = 49, 25
 """Of a response token of a step on its rank: as it is packed, and at most what prepared columns add to it."""
@@ -237,11 +244,17 @@ def activation_bytes(spec: ModelSpec, trainer: TrainerConfig, *, pipeline_rank: 
     return tokens * width * (kept // parallel.tensor + gathered)
 
 
-def engine_rank(spec: ModelSpec, engine: EngineConfig, *, draft_tokens: int = 0) -> Sequence[MemoryItem]:
+def engine_rank(
+    spec: ModelSpec, engine: EngineConfig, *, draft_tokens: int = 0, on_gpu: bool = False
+) -> Sequence[MemoryItem]:
     """Memory of one engine rank, which verifies up to `draft_tokens` drafted tokens a request.
 
-    The workspace holds the hidden states, query, key, value and feed-forward halves of one forward; an estimate. Logits
-    are FP32: as computed, scaled, and normalised (`processed_logprobs`). Only rows that are sampled have logits.
+    The workspace holds the hidden states, query, key, value and feed-forward halves of one forward; an estimate. On a
+    CPU logits are FP32: as computed, scaled, and normalised (`processed_logprobs`). Only rows that are sampled have
+    logits.
+
+    On a GPU attention's partial sums (`split_bytes`) exist twice. The workspace has those of forwards whose attention
+    runs between graphs; whole graphs, of up to a full draft of every request, have their own.
     """
     tensor = engine.tensor_parallel
     weights = -(-weight_bytes(spec, WeightFormat.of(engine)) // tensor)
@@ -249,10 +262,44 @@ def engine_rank(spec: ModelSpec, engine: EngineConfig, *, draft_tokens: int = 0)
     networks = 1 if spec.experts is None else spec.experts.per_token
     heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
     elements = 3 * spec.hidden_size + (heads + 3 * networks * spec.ffn_size) // tensor
-    rows = min(engine.max_num_seqs * (1 + draft_tokens), tokens)
+    full = engine.max_num_seqs * (1 + draft_tokens)
+    rows = min(full, tokens)
+    workspace, logits = 2 * tokens * elements, 3 * 4 * rows * spec.vocab_size
+    graphs: tuple[MemoryItem, ...] = ()
+    if on_gpu:
+        captured = engine.graph_tokens(draft_tokens)
+        workspace += split_bytes(spec, engine, captured)
+        logits = gpu_logits_bytes(spec, engine, rows)
+        num_bytes = GRAPH_BYTES + split_bytes(spec, engine, min(captured, full)) if captured else 0
+        graphs = (MemoryItem(what=GRAPHS, num_bytes=num_bytes, knob="engine.vllm.enforce_eager"),)
     return (
         MemoryItem(what="weights", num_bytes=weights, knob="engine.tensor_parallel"),
         MemoryItem(what="keys and values", num_bytes=engine.kv_cache_bytes, knob="engine.kv_cache_bytes"),
-        MemoryItem(what="workspace", num_bytes=2 * tokens * elements, knob="engine.vllm.max_num_batched_tokens"),
-        MemoryItem(what="logits", num_bytes=3 * 4 * rows * spec.vocab_size, knob="engine.max_num_seqs"),
+        MemoryItem(what="workspace", num_bytes=workspace, knob="engine.vllm.max_num_batched_tokens"),
+        MemoryItem(what="logits", num_bytes=logits, knob="engine.max_num_seqs"),
+        *graphs,
     )
+
+
+def split_bytes(spec: ModelSpec, engine: EngineConfig, tokens: int) -> int:
+    """Bytes of attention's partial sums in a forward of `tokens` tokens: FP32 [splits, heads of a rank, tokens, head].
+
+    FlashAttention 3 allocates them in every forward of up to the largest graph's tokens, in graphs or between them: in
+    vLLM 0.25.1 `v1/attention/backends/flash_attn.py`, lines 399 and 472, with 32 splits (`config/attention.py`, line
+    30). Only GPUs of compute capability 9 use FlashAttention 3; the bytes are counted on every GPU.
+    """
+    return 4 * ATTENTION_SPLITS * spec.num_heads * tokens * spec.head_dim // engine.tensor_parallel
+
+
+def gpu_logits_bytes(spec: ModelSpec, engine: EngineConfig, rows: int) -> int:
+    """Bytes of the logits of `rows` rows on a GPU, and of the sampler's block; an estimate.
+
+    Logits are BF16. Tensor parallelism adds a rank's share and a copy in the order of ranks (in vLLM 0.25.1
+    `distributed/device_communicators/base_device_communicator.py`, line 204). `rollout.worker.sampler` has three FP32
+    copies of a block: scaled, as probabilities, and for greedy requests. vLLM's own sampler has three of a row of each
+    request, when the engine warms up (`v1/worker/gpu_worker.py`, line 860) and for requests that need it.
+    """
+    tensor, own = engine.tensor_parallel, 2 * rows * spec.vocab_size
+    copies = own if tensor == 1 else 2 * own + own // tensor
+    block = 3 * 4 * min(rows * spec.vocab_size, GPU_LOGITS_AT_ONCE)
+    return max(copies + block, 3 * 4 * min(engine.max_num_seqs, rows) * spec.vocab_size)

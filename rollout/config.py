@@ -24,6 +24,15 @@ DRAFTED_TOKENS = 4096
 """Most tokens of one forward with drafts, if there are fewer requests. A larger forward is bound by its products on
 every GPU, so drafts do not pay there, and the logits of its rows take gigabytes."""
 
+GRAPH_TOKENS = 512
+"""Most tokens of a forward with a CUDA graph in an engine without drafts (vLLM's default)."""
+
+DRAFTED_GRAPH_TOKENS = 2048
+"""Most tokens of a forward with a CUDA graph and drafts. The work of a larger forward hides its launches."""
+
+GPU_LOGITS_AT_ONCE = 1 << 25
+"""Logits that the sampler processes at a time on a GPU: 128 MB in FP32."""
+
 
 class DatasetConfig(Config):
     """One file of prompts."""
@@ -143,6 +152,19 @@ class EngineConfig(Config):
         """
         default = max(BATCHED_TOKENS, min(self.max_num_seqs * (1 + draft_tokens), DRAFTED_TOKENS), self.max_num_seqs)
         return int(self.vllm.get("max_num_batched_tokens", default))
+
+    def graph_tokens(self, draft_tokens: int) -> int:
+        """Most tokens of a forward with a CUDA graph; 0 without graphs.
+
+        With drafts it is a multiple of a request's tokens with a full draft: vLLM captures no other sizes.
+        """
+        if self.vllm.get("enforce_eager"):
+            return 0
+        most = self.forward_tokens(draft_tokens)
+        if not draft_tokens:
+            return min(most, 2 * self.max_num_seqs, GRAPH_TOKENS)
+        most = min(most, DRAFTED_GRAPH_TOKENS)
+        return most - most % (1 + draft_tokens)
 
 
 class PlannerConfig(Config):

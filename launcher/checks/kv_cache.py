@@ -72,7 +72,7 @@ def evaluation_engine(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeRe
     contexts = ranks * (CONTEXT_BYTES + (engine.tensor_parallel > 1) * COMMUNICATOR_BYTES)
 
     def fits(kv_cache_bytes: int) -> bool:
-        items = engine_rank(spec, engine.model_copy(update={"kv_cache_bytes": kv_cache_bytes}))
+        items = engine_rank(spec, engine.model_copy(update={"kv_cache_bytes": kv_cache_bytes}), on_gpu=True)
         other = MemoryItem(what="contexts and NCCL", num_bytes=contexts, knob="")
         needed = with_reserve([*engine_items(items, engine, "rollout", ranks), other])
         return sum(item.num_bytes for item in needed) <= min(sizes)

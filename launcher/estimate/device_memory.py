@@ -26,15 +26,13 @@ from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.publish_memory import device_baselines, device_publish_items
 from launcher.estimate.tables import MemoryTable
 from megatron_rl.config import TrainerConfig
-from megatron_rl.memory import FURTHER_STATE, MemoryItem, engine_rank, largest
+from megatron_rl.memory import FURTHER_STATE, GRAPHS, MemoryItem, engine_rank, largest
 from rollout.config import EngineConfig
 
 CONTEXT_BYTES = 600 << 20
 """Device memory of each process for context, library handles and workspaces; an estimate."""
 COMMUNICATOR_BYTES = 200 << 20
 """Device memory of one NCCL communicator; an estimate."""
-GRAPH_BYTES = 1 << 30
-"""CUDA graphs of one engine rank; an estimate."""
 RESERVE = 0.05
 """Share lost to fragmentation; an estimate."""
 
@@ -61,7 +59,7 @@ _FREED_BY_SLEEP = ("onload", "train", "update", "save", "offload")
 def device_table(run: PlannedRun, load: DeviceLoad, *, count: int, available_bytes: int) -> MemoryTable:
     """The table of `count` devices that hold `load`."""
     stages = run.trainer_stages if load.num_trainers else ()
-    engine = engine_rank(run.spec, run.config.engine, draft_tokens=run.draft_tokens)
+    engine = engine_rank(run.spec, run.config.engine, draft_tokens=run.draft_tokens, on_gpu=True)
     phases = {}
     for phase in columns(run):
         items = [
@@ -110,15 +108,16 @@ def _hosted(items: Sequence[MemoryItem], trainer: TrainerConfig) -> Sequence[str
 
 
 def engine_items(items: Sequence[MemoryItem], engine: EngineConfig, phase: str, num_ranks: int) -> list[MemoryItem]:
-    """Items of the engine ranks on one device in one phase; `items` are those of `engine_rank`."""
+    """Items of the engine ranks on one device in one phase; `items` are those of `engine_rank` on a GPU."""
+    held = [item for item in items if item.what != GRAPHS]
+    graphs = [item for item in items if item.what == GRAPHS]
     if engine.sleep_level and phase in _FREED_BY_SLEEP:
-        items = []
+        held = []
     elif engine.sleep_level and phase in ("wake", "publish"):
-        items = [item for item in items if item.what == "weights"]
-    graphs = 0 if engine.vllm.get("enforce_eager") else GRAPH_BYTES
+        held = [item for item in held if item.what == "weights"]
     return [
-        *[replace(item, what=f"engine {item.what}", num_bytes=num_ranks * item.num_bytes) for item in items],
-        MemoryItem(what="CUDA graphs", num_bytes=num_ranks * graphs, knob="engine.vllm.enforce_eager"),
+        *[replace(item, what=f"engine {item.what}", num_bytes=num_ranks * item.num_bytes) for item in held],
+        *[replace(item, num_bytes=num_ranks * item.num_bytes) for item in graphs],
     ]
 
 

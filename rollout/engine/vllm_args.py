@@ -17,16 +17,13 @@ from typing import TypedDict
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
-from rollout.config import Format
+from rollout.config import EngineConfig, Format
 from rollout.engine.spec import DraftSpec, EngineSpec
 from rollout.weights.format import FP8_BLOCK
 from rollout.worker.receiver import BACKEND
 
 WORKER = "rollout.worker.worker.Worker"
 PROPOSER = "rollout.worker.proposer.HistoryProposer"
-
-MOST_GRAPH_TOKENS = 2048
-"""Most tokens of a forward with a CUDA graph."""
 
 _FREE_AT_START = 0.01
 """Share of a device that vLLM wants to find free before it starts.
@@ -164,15 +161,29 @@ def speculation(drafts: DraftSpec) -> dict[str, str | int]:
     return {"method": "custom_class", "model": PROPOSER, "num_speculative_tokens": drafts.max_draft_tokens}
 
 
-def graph_sizes(most_tokens: int) -> list[int]:
-    """Numbers of tokens for which CUDA graphs are captured, for forwards of up to `most_tokens`.
+def graph_sizes(config: EngineConfig, draft_tokens: int) -> list[int]:
+    """Numbers of tokens for which CUDA graphs are captured in an engine with drafts of up to `draft_tokens` tokens.
 
-    Up to 256 tokens they are vLLM's own. vLLM's end at 512, which 256 requests with drafts exceed, so those forwards
-    would launch every kernel by itself. Beyond `MOST_GRAPH_TOKENS` a forward's own work hides its launches.
+    All are multiples of a request's tokens with a full draft. When vLLM sizes the KV cache, it rounds other sizes up to
+    such multiples and drops those above the largest size. So a forward of few tokens is padded to one multiple.
+
+    Steps are 8 tokens up to 256 tokens, as vLLM's own, and 64 above, both rounded up to a multiple. vLLM's sizes end at
+    512, which 256 requests with drafts exceed, so those forwards would launch every kernel by itself.
+
+    Raises:
+        ValueError: a forward does not hold one request with a full draft, for which vLLM must capture a graph.
     """
-    largest = min(most_tokens, MOST_GRAPH_TOKENS)
-    sizes = [1, 2, 4, *range(8, 256, 8), *range(256, largest, 64), largest]
-    return sorted({size for size in sizes if size <= largest})
+    multiple, largest = 1 + draft_tokens, config.graph_tokens(draft_tokens)
+    if not largest:
+        raise ValueError(
+            f"engine.vllm.max_num_batched_tokens {config.forward_tokens(draft_tokens)}: vLLM's smallest CUDA graph "
+            f"with drafts has {multiple} tokens, a request's with a full draft. Raise it to {multiple}, lower "
+            f"history.max_draft_tokens {draft_tokens}, or set engine.vllm.enforce_eager"
+        )
+    near, far = (-(-step // multiple) * multiple for step in (8, 64))
+    middle = -(-256 // near) * near
+    sizes = [*range(multiple, near, multiple), *range(near, middle, near), *range(middle, largest, far)]
+    return [*(size for size in sizes if size < largest), largest]
 
 
 def check_passthrough(table: dict[str, str | int | float | bool]) -> None:
@@ -196,7 +207,7 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
 
     Raises:
         ValueError: a key of the `vllm` table is unknown or set by this program, or the device lacks the format, or
-            `check_kv_format` refuses the engine.
+            `check_kv_format` or `graph_sizes` refuses the engine.
     """
     config = spec.config
     check_passthrough(config.vllm)
@@ -235,7 +246,7 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
         most = config.forward_tokens(0 if spec.drafts is None else spec.drafts.max_draft_tokens)
         arguments.max_num_batched_tokens = most
         if spec.drafts is not None and not config.vllm.get("enforce_eager"):
-            arguments.cudagraph_capture_sizes = graph_sizes(most)
+            arguments.cudagraph_capture_sizes = graph_sizes(config, spec.drafts.max_draft_tokens)
     for key, value in config.vllm.items():
         setattr(arguments, key, value)
     return arguments

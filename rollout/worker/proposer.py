@@ -81,7 +81,7 @@ class HistoryProposer:
     def __init__(self, vllm_config: VllmConfig) -> None:
         self._max_draft_tokens = int(vllm_config.speculative_config.num_speculative_tokens)
         self._max_forward_tokens = int(vllm_config.scheduler_config.max_num_batched_tokens)
-        self._graph_sizes = tuple(vllm_config.compilation_config.cudagraph_capture_sizes or ())
+        self._compilation = vllm_config.compilation_config
         self._segments_dir = str(vllm_config.additional_config["drafts"]["segments_dir"])
         self._drafter: RowDrafter | None = None
         self._requests: dict[str, _Request] = {}
@@ -103,7 +103,8 @@ class HistoryProposer:
 
         self._runner = runner
         self._forward_ended = forward_ended
-        self._cost_model = ForwardCostModel(verify_sizes=self._graph_sizes)
+        # not earlier: vLLM changes the sizes of graphs when it sizes the KV cache, after it has made the proposer
+        self._cost_model = ForwardCostModel(verify_sizes=self._compilation.cudagraph_capture_sizes or ())
         compile_kernels()  # or load them from the cache, before the first request
         self._drafter = self.make_drafter(self._cost_model)
 

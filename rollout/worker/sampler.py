@@ -36,13 +36,14 @@ from vllm.v1.sample.sampler import Sampler
 from vllm.v1.spec_decode.metadata import SpecDecodeMetadata
 from vllm.v1.worker.gpu_input_batch import InputBatch
 
+from rollout.config import GPU_LOGITS_AT_ONCE
 from rollout.worker.vllm_compat import RESAMPLED
 
 _log = logging.getLogger(__name__)
 
 _BLOCK = 256
 """Vocabulary tokens per block: a token is searched among the sums of blocks first, then within one block."""
-_AT_ONCE = {"cpu": 1 << 19, "cuda": 1 << 25}
+_AT_ONCE = {"cpu": 1 << 19, "cuda": GPU_LOGITS_AT_ONCE}
 """Logits processed at a time: what fits into a core's cache, and 128 MB on a GPU."""
 _GREEDY = 1e-5
 """Lower temperatures count as 0, as in vLLM."""
@@ -76,7 +77,10 @@ class TokenSampler:
 
         Args:
             logits: [M, V]; each request has one row per draft token and one more, in the order of the batch.
-            metadata: vLLM's metadata of the drafts; None for an engine without drafts.
+            metadata: vLLM's metadata of the drafts; None if no request has a draft.
+
+        Returns:
+            Tokens and log-probabilities: on the device of the logits without drafts, else on the host.
         """
         batch = self._runner.input_batch
         sampling = batch.sampling_metadata
@@ -95,7 +99,8 @@ class TokenSampler:
         uniforms = uniform_numbers(_seeds(sampling.generators, num_rows)[rows], places)
         on_device = _copied([rows, starts, uniforms.view(np.int64)], logits.device)
         tokens, logprobs = draw(logits, sampling, rows=on_device[0], uniforms=on_device[2].view(torch.float64))
-        return emit(tokens, logprobs, metadata, on_device[1])
+        emitted = emit(tokens, logprobs, metadata, on_device[1])
+        return emitted if metadata is None or logits.device.type != "cuda" else _on_host(emitted)
 
 
 def _copied(arrays: Sequence[npt.NDArray[np.int64]], device: torch.device) -> tuple[torch.Tensor, ...]:
@@ -280,3 +285,38 @@ def emit(
         flat = emitted.reshape(-1, 1)
         of_emitted = LogprobsTensors(flat.int(), logprobs[places].reshape(-1, 1), ranks.reshape(-1))
     return SamplerOutput(sampled_token_ids=emitted.int(), logprobs_tensors=of_emitted)
+
+
+def _on_host(output: SamplerOutput) -> SamplerOutput:
+    """The output of a CUDA device in host memory, after one copy and one wait.
+
+    With drafts vLLM schedules synchronously (an engine with a `custom_class` proposer) and reads tokens,
+    log-probabilities and ranks on the host at once. From the device it would copy and wait seven times
+    (`RejectionSampler.parse_output`). Nothing else reads the output of the supported models.
+    """
+    on_device = packed(output)
+    on_host = on_device.to("cpu", non_blocking=True)  # pinned, so one copy without a buffer between
+    torch.cuda.current_stream(on_device.device).synchronize()
+    return unpacked(on_host, output.sampled_token_ids.shape)
+
+
+def packed(output: SamplerOutput) -> torch.Tensor:
+    """An output's tokens, bits of log-probabilities, and ranks: int32 [3, R x K], or [1, R x K] of tokens alone."""
+    tokens, found = output.sampled_token_ids, output.logprobs_tensors
+    rows = [tokens]
+    if found is not None:
+        rows += [found.logprobs.view(torch.int32), found.selected_token_ranks]
+    joined = torch.empty((len(rows), tokens.numel()), dtype=torch.int32, device=tokens.device)
+    for place, row in zip(joined.unbind(), rows, strict=True):
+        place.copy_(row.flatten())
+    return joined
+
+
+def unpacked(joined: torch.Tensor, shape: torch.Size) -> SamplerOutput:
+    """The output of which `packed` made this tensor; `shape` [R, K] is that of its tokens."""
+    tokens, *others = joined.unbind()
+    found = None
+    if others:
+        logprobs, ranks = others
+        found = LogprobsTensors(tokens.unsqueeze(1), logprobs.view(torch.float32).unsqueeze(1), ranks.long())
+    return SamplerOutput(sampled_token_ids=tokens.view(shape), logprobs_tensors=found)

@@ -21,14 +21,14 @@ from vllm.usage.usage_lib import UsageContext
 from megatron_rl.model.spec import read_model_spec
 from rollout.config import EngineConfig, Format, KvFormat
 from rollout.engine.spec import DraftSpec, EngineSpec
-from rollout.engine.vllm_args import MOST_GRAPH_TOKENS, WORKER, engine_arguments
+from rollout.engine.vllm_args import WORKER, engine_arguments
 from tests.rehearsal.stages import stage
 
 MODELS = Path(__file__).parents[2] / "examples" / "recipes" / "models"
 MAX_DRAFT_TOKENS = 8
 KV_BYTES = 8 << 30
-VLLM_GRAPH_TOKENS = 512
-"""Most tokens of a forward for which vLLM captures a graph by itself."""
+LARGEST_GRAPH = {False: 512, True: 2043}
+"""Tokens of the largest graph without and with drafts: vLLM's own, and 227 x 9, the last multiple below 2,048."""
 
 
 def spec_of(
@@ -54,14 +54,15 @@ def spec_of(
 def check(config: VllmConfig, spec: EngineSpec) -> None:
     most = spec.config.forward_tokens(0 if spec.drafts is None else MAX_DRAFT_TOKENS)
     graphs = config.compilation_config
+    sizes = list(graphs.cudagraph_capture_sizes)
     found = {
         "the first model runner": not envs.VLLM_USE_V2_MODEL_RUNNER,
         "asynchronous scheduling only without drafts": config.scheduler_config.async_scheduling == (not spec.drafts),
         "tokens of a forward": config.scheduler_config.max_num_batched_tokens == most,
         "room for every draft": most >= 256 * (1 + (MAX_DRAFT_TOKENS if spec.drafts else 0)),
         "whole graphs where rows are equal": graphs.cudagraph_mode is CUDAGraphMode.FULL_AND_PIECEWISE,
-        "sizes of graphs": max(graphs.cudagraph_capture_sizes)
-        == min(most, MOST_GRAPH_TOKENS if spec.drafts else VLLM_GRAPH_TOKENS),
+        "sizes of graphs": max(sizes) == LARGEST_GRAPH[spec.drafts is not None],
+        "sizes of graphs, when the KV cache is sized": _sizes_at_last(config) == sizes,
         "bytes of keys and values": config.cache_config.kv_cache_memory_bytes == KV_BYTES,
         "format of keys and values": config.cache_config.cache_dtype.startswith("fp8")
         == (spec.config.kv_format == "fp8"),
@@ -71,6 +72,15 @@ def check(config: VllmConfig, spec: EngineSpec) -> None:
     }
     wrong = [name for name, holds in found.items() if not holds]
     assert not wrong, f"{wrong}: {config.scheduler_config}, {graphs}"
+
+
+def _sizes_at_last(config: VllmConfig) -> list[int]:
+    """The sizes of graphs with which the model runner works; changes the configuration as the runner does."""
+    graphs = config.compilation_config
+    if config.speculative_config is not None:
+        multiple = 1 + config.speculative_config.num_speculative_tokens
+        graphs.adjust_cudagraph_sizes_for_spec_decode(multiple, config.parallel_config.tensor_parallel_size)
+    return graphs.cudagraph_capture_sizes
 
 
 def main(model: str) -> None:

@@ -151,6 +151,56 @@ def test_engines_need_logits_of_every_drafted_token(tmp_path: Path) -> None:
     assert logits(10**6) == 3 * 4 * DRAFTED_TOKENS * 256
 
 
+def gpu_items(spec: ModelSpec, tensor: int, draft: int, **vllm: int) -> dict[str, int]:
+    """Bytes by item of an engine rank on a GPU."""
+    engine = EngineConfig(tensor_parallel=tensor, max_num_seqs=64, vllm=vllm)
+    return {item.what: item.num_bytes for item in engine_rank(spec, engine, draft_tokens=draft, on_gpu=True)}
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize(
+    ("draft", "largest_graph", "in_graphs"),
+    [(0, 128, 64), (8, 2043, 64 * 9), (16, 2040, 64 * 17), (31, 2048, 2048)],
+)
+def test_a_gpu_holds_attentions_partial_sums_in_graphs_and_beside_them(
+    tensor: int, draft: int, largest_graph: int, in_graphs: int
+) -> None:
+    """32 splits of FP32 sums, for 64 heads of 128 numbers."""
+    spec = read_model_spec(Path("examples/recipes/models/Qwen3-32B"))
+    on_gpu = gpu_items(spec, tensor, draft)
+    engine = EngineConfig(tensor_parallel=tensor, max_num_seqs=64)
+    on_cpu = {item.what: item.num_bytes for item in engine_rank(spec, engine, draft_tokens=draft)}
+    of_token = 32 * (64 // tensor) * 128 * 4
+    assert on_gpu["CUDA graphs"] == (1 << 30) + of_token * in_graphs
+    assert on_gpu["workspace"] - on_cpu["workspace"] == of_token * largest_graph
+    assert "CUDA graphs" not in on_cpu
+    without = gpu_items(spec, tensor, draft, enforce_eager=True)
+    assert without["CUDA graphs"] == 0 and without["workspace"] == on_cpu["workspace"]
+
+
+def test_graphs_grow_with_heads_of_a_rank_and_with_drafts() -> None:
+    spec = read_model_spec(Path("examples/recipes/models/Qwen3-32B"))
+    graphs = {(ranks, draft): gpu_items(spec, ranks, draft)["CUDA graphs"] for ranks in (1, 2) for draft in (0, 8, 16)}
+    assert all(graphs[1, draft] > graphs[2, draft] for draft in (0, 8, 16))
+    assert all(graphs[ranks, 0] < graphs[ranks, 8] < graphs[ranks, 16] for ranks in (1, 2))
+
+
+def test_logits_on_a_gpu_are_bf16_and_sampled_in_blocks() -> None:
+    """One copy, or with two ranks half a copy, the gathered halves and their order by token."""
+    spec = read_model_spec(Path("examples/recipes/models/Qwen3-32B"))
+    logits, block = 64 * 9 * 151_936, 3 * 4 * 2**25
+    assert gpu_items(spec, 1, 8)["logits"] == 2 * logits + block
+    assert gpu_items(spec, 2, 8)["logits"] == 5 * logits + block
+    assert gpu_items(spec, 1, 0)["logits"] == (2 + 3 * 4) * 64 * 151_936  # fewer than a block
+
+
+def test_logits_on_a_gpu_have_room_for_vllms_own_sampler() -> None:
+    """It has FP32 copies of a row of each request, in no blocks."""
+    spec, engine = read_model_spec(Path("examples/recipes/models/Qwen3-32B")), EngineConfig(max_num_seqs=1024)
+    (logits,) = (item.num_bytes for item in engine_rank(spec, engine, on_gpu=True) if item.what == "logits")
+    assert logits == 3 * 4 * 1024 * 151_936
+
+
 def test_engines_that_share_a_device_count_each(tmp_path: Path) -> None:
     two = NodeResources(cpu_cores=16, available_bytes=1 << 40, gpu_bytes=(80 << 30, 80 << 30))
     memory = plan_of(spec_of(tmp_path), two, engine={"num_engines": 4})

@@ -1,8 +1,10 @@
 """From our configuration to vLLM's arguments."""
 
+import inspect
 import json
 
 import pytest
+from vllm.config import CompilationConfig
 from vllm.platforms.interface import DeviceCapability
 
 from rollout.config import EngineConfig
@@ -198,10 +200,10 @@ def test_an_engine_starts_beside_others_on_a_device(checkpoints, monkeypatch) ->
 @pytest.mark.parametrize(
     ("seats", "draft", "more", "tokens", "largest_graph"),
     [
-        (64, 8, {}, 2048, 2048),
-        (256, 8, {}, 2304, 2048),
-        (256, 16, {}, 4096, 2048),
-        (256, 16, {"max_num_batched_tokens": 1024}, 1024, 1024),
+        (64, 8, {}, 2048, 2043),
+        (256, 8, {}, 2304, 2043),
+        (256, 16, {}, 4096, 2040),
+        (256, 16, {"max_num_batched_tokens": 1024}, 1024, 1020),
         (256, 8, {"enforce_eager": True}, 2304, None),
         (256, 0, {}, 2048, None),
     ],
@@ -218,11 +220,39 @@ def test_a_forward_on_a_device_takes_a_full_draft_of_every_request_and_has_a_gra
     assert (sizes and max(sizes)) == largest_graph
 
 
-@pytest.mark.parametrize("most", [1, 5, 64, 300, 512, 1000, 2304, 9000])
-def test_graph_sizes_end_at_the_largest_forward_and_pad_little(most: int) -> None:
-    sizes = vllm_args.graph_sizes(most)
-    assert sizes == sorted(set(sizes)) and sizes[-1] == min(most, vllm_args.MOST_GRAPH_TOKENS)
+FORWARDS = [64, 300, 512, 1000, 2304, 9000]
+
+
+def engine_of(tokens: int, **more: int) -> EngineConfig:
+    return EngineConfig(max_num_seqs=8, vllm={"max_num_batched_tokens": tokens, **more})
+
+
+@pytest.mark.parametrize("draft", [1, 2, 4, 8, 16, 31, 63])
+@pytest.mark.parametrize("most", FORWARDS)
+def test_graph_sizes_end_at_the_last_multiple_in_a_forward_and_pad_little(most: int, draft: int) -> None:
+    sizes = vllm_args.graph_sizes(engine_of(most), draft)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] == max(size for size in range(draft + 1, min(most, 2048) + 1, draft + 1))
     for tokens in range(1, sizes[-1] + 1):
         padded = next(size for size in sizes if size >= tokens)
-        assert padded - tokens < (64 if tokens > 256 else 8)
+        step = 8 if tokens <= 256 else 64
+        assert padded - tokens < next(size for size in range(draft + 1, 129, draft + 1) if size >= step)
     assert len(sizes) <= 70
+
+
+@pytest.mark.parametrize("draft", [4, 8, 16, 31])
+@pytest.mark.parametrize("most", FORWARDS)
+def test_vllm_keeps_the_graph_sizes_when_it_sizes_the_kv_cache(most: int, draft: int) -> None:
+    """So the sizes are those with which the drafts are priced, and the largest forwards have graphs."""
+    sizes = vllm_args.graph_sizes(engine_of(most), draft)
+    found = CompilationConfig(cudagraph_capture_sizes=list(sizes), max_cudagraph_capture_size=sizes[-1])
+    round_sizes = found.adjust_cudagraph_sizes_for_spec_decode
+    ranks = [1] * (len(inspect.signature(round_sizes).parameters) - 1)  # vLLM 0.25 wants the ranks of an engine too
+    round_sizes(draft + 1, *ranks)
+    assert found.cudagraph_capture_sizes == sizes
+    assert found.max_cudagraph_capture_size == sizes[-1]
+
+
+def test_a_forward_without_room_for_a_full_draft_is_refused_where_graphs_are_captured() -> None:
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens 16: .* has 17 tokens.* Raise it to 17"):
+        vllm_args.graph_sizes(engine_of(16), 16)

@@ -89,6 +89,18 @@ def batch(monkeypatch) -> Batch:
     return Batch(monkeypatch)
 
 
+def test_drafts_are_priced_with_the_graph_sizes_of_the_bound_engine(monkeypatch):
+    """vLLM changes the sizes after it has made the proposer, when it sizes the KV cache."""
+    compilation = SimpleNamespace(cudagraph_capture_sizes=[1, 2, 4, 8])
+    config = SimpleNamespace(**{**vars(CONFIG), "compilation_config": compilation})
+    proposer, models = HistoryProposer(config), []
+    compilation.cudagraph_capture_sizes = [5, 10]
+    monkeypatch.setattr(proposer, "make_drafter", models.append)
+    proposer.bind(SimpleNamespace(max_model_len=100), lambda: None)
+    (model,) = models
+    assert model.seconds(1, 2) == model.seconds(1, 5) < model.seconds(1, 6) == model.seconds(1, 10)
+
+
 def test_a_request_keeps_its_draft_row_when_batch_rows_move_and_after_preemption(batch):
     for name in "abc":
         batch.knows(name)

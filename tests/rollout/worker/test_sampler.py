@@ -10,12 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.platforms import current_platform
+from vllm.v1.outputs import SamplerOutput
 from vllm.v1.sample.logits_processor import LogitBiasLogitsProcessor, LogitsProcessors, MinPLogitsProcessor
 from vllm.v1.sample.metadata import SamplingMetadata
 from vllm.v1.sample.sampler import Sampler
 
 from benchmarks.rollout.sampling import draft_metadata, sampling_metadata
-from rollout.worker.sampler import draw, emit, install, uniform_numbers
+from rollout.worker.sampler import draw, emit, install, packed, uniform_numbers, unpacked
 from rollout.worker.vllm_compat import RESAMPLED
 
 GREATEST = 1 - 2.0**-53
@@ -227,6 +228,47 @@ def test_a_draft_is_accepted_up_to_its_first_wrong_token(rows, data):
     assert said.logprob_token_ids[:, 0].tolist() == [token for tokens in expected for token in tokens]
     assert said.logprobs[:, 0].tolist() == [-token for tokens in expected for token in tokens]
     assert said.selected_token_ranks.tolist() == marked
+
+
+def assert_same_bits(found: SamplerOutput, expected: SamplerOutput) -> None:
+    pairs = [(found.sampled_token_ids, expected.sampled_token_ids)]
+    assert (found.logprobs_tensors is None) == (expected.logprobs_tensors is None)
+    if found.logprobs_tensors is not None:
+        pairs += zip(found.logprobs_tensors[:3], expected.logprobs_tensors[:3], strict=True)
+    for one, other in pairs:
+        assert (one.dtype, one.shape) == (other.dtype, other.shape)
+        assert one.cpu().numpy().tobytes() == other.cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("logprobs", [[-0.0, float("nan"), -1e-45, float("-inf"), -3.5], None])
+def test_one_array_carries_the_bits_of_tokens_log_probabilities_and_ranks(logprobs):
+    """The first draft is accepted, the second rejected at its first token; the other two places are empty."""
+    said = None if logprobs is None else torch.tensor(logprobs)
+    output = emit(torch.tensor([4, 6, 5, 9, 8]), said, draft_metadata([[4], [7, 8]]), torch.tensor([0, 2]))
+    assert output.sampled_token_ids.tolist() == [[4, 6, -1], [5, -1, -1]]
+    joined = packed(output)
+    assert joined.dtype == torch.int32 and joined.shape == (1 if logprobs is None else 3, 6)
+    assert_same_bits(unpacked(joined, output.sampled_token_ids.shape), output)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_gpus_drafted_tokens_are_on_the_host_and_the_same():
+    torch.manual_seed(0)
+    logits = torch.randn(5, 40)
+    metadata = [draft_metadata([[4], [7, 8]], device) for device in ("cpu", "cuda")]
+    sampling = metadata_of([0.9] * 2, seeds={0: 5, 1: 6})
+    on_cpu, on_gpu = Rows(sampling), Rows(metadata_of([0.9] * 2, seeds={0: 5, 1: 6}))
+    on_gpu.input_batch.sampling_metadata.temperature = sampling.temperature.cuda()
+    for rows in (on_cpu, on_gpu):
+        rows.input_batch.num_tokens_no_spec = np.array([3, 3], dtype=np.int32)
+    expected = on_cpu._sample(logits, metadata[0])
+    found = on_gpu._sample(logits.cuda(), metadata[1])
+    said, wanted = found.logprobs_tensors, expected.logprobs_tensors
+    assert not found.sampled_token_ids.is_cuda and not any(part.is_cuda for part in said[:3])
+    assert found.sampled_token_ids.tolist() == expected.sampled_token_ids.tolist()
+    assert said.selected_token_ranks.tolist() == wanted.selected_token_ranks.tolist()
+    torch.testing.assert_close(said.logprobs, wanted.logprobs, atol=1e-4, rtol=0)
 
 
 class Rows:

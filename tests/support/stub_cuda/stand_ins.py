@@ -60,12 +60,14 @@ def unseen(stand_in: Callable[..., object]) -> Callable[..., object]:
 
 
 def _outputs(module: ModuleType) -> None:
-    """vLLM selects rows by a mask on the device, whose number of rows a kernel counts."""
+    """A kernel counts the rows that a mask selects on a device; those that the sampler brings to the host need none."""
     import torch
 
     tensors = module.LogprobsTensors
+    own = tensors.filter
     chosen = lambda self, mask: tensors(*(part[torch.from_numpy(mask)] for part in self[:3]))  # noqa: E731
-    tensors.filter = noted("LogprobsTensors.filter", chosen)
+    on_device = noted("LogprobsTensors.filter", chosen)
+    tensors.filter = lambda self, mask: (on_device if self.logprobs.is_cuda else own)(self, mask)
 
 
 def _learner(module: ModuleType) -> None:
