@@ -1,11 +1,14 @@
 """What is compared: how each system schedules, samples and drafts, and the simulation of its steps.
 
-A disaggregated stack has as many GPUs for the trainer as make its step shortest (`SHARES`), so every stack is at its
-best. The trainer's work is the same in all stacks and does not shrink with drafts or formats.
+Stacks with the names of other systems are their schemes, simulated by this project's code; none is a published figure.
+Every stack is simulated in each arrangement that its design allows. Where the trainer has GPUs of its own, it has as
+many as make the step shortest (`SHARES`). The trainer's work is the same in all stacks and does not shrink with drafts
+or formats.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -27,6 +30,12 @@ BOUND_BY_TRAINER = 0.95
 """A step of which the trainer works this share is bound by the trainer."""
 
 
+Arrangement = Literal["colocated", "disaggregated"]
+"""Whether trainer and engines use all GPUs in turns, or each has GPUs of its own."""
+BOTH: tuple[Arrangement, ...] = ("colocated", "disaggregated")
+APART: tuple[Arrangement, ...] = ("disaggregated",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
     """A system."""
@@ -34,27 +43,29 @@ class Stack:
     scheme: Scheme
     precision: Precision = "BF16"
     drafter: str = "none"
-    is_colocated: bool = False
+    arrangements: tuple[Arrangement, ...] = BOTH
+    """Those that the system's design allows."""
 
 
+SYNCHRONOUS, RHYME = "synchronous", "RhymeRL's scheme, re-implemented"
 ONE_AHEAD = Scheme(policy="adaptive", overlap=1, max_staleness=1, migration=True)
 STACKS: Mapping[str, Stack] = {
-    "synchronous": Stack(scheme=Scheme(policy="static"), is_colocated=True),
-    "synchronous, 8 bits (FlashRL)": Stack(scheme=Scheme(policy="static"), precision="8 bits", is_colocated=True),
-    "one step off (NeMo-RL, verl)": Stack(scheme=Scheme(policy="static", overlap=1, max_staleness=1)),
-    "asynchronous, first in first out (AReaL)": Stack(scheme=Scheme(policy="flexible", overlap=3, max_staleness=4)),
-    "RhymeRL as published": Stack(
-        scheme=Scheme(policy="histopipe", overlap=1, max_staleness=1, migration=True), drafter="histospec"
+    SYNCHRONOUS: Stack(scheme=Scheme(policy="static")),
+    "synchronous, 8 bits (FlashRL)": Stack(scheme=Scheme(policy="static"), precision="8 bits"),
+    # these two need engines that sample beside the trainer
+    "one step off (NeMo-RL, verl)": Stack(
+        scheme=Scheme(policy="static", overlap=1, max_staleness=1), arrangements=APART
     ),
-    "ours, synchronous": Stack(
-        scheme=Scheme(policy="adaptive", migration=True), precision="8 bits", drafter="ours", is_colocated=True
+    "asynchronous, first in first out (AReaL)": Stack(
+        scheme=Scheme(policy="flexible", overlap=3, max_staleness=4), arrangements=APART
     ),
-    "ours, colocated, overlap 1, 8 bits, drafts": Stack(
-        scheme=ONE_AHEAD, precision="8 bits", drafter="ours", is_colocated=True
+    RHYME: Stack(scheme=Scheme(policy="histopipe", overlap=1, max_staleness=1, migration=True), drafter="histospec"),
+    "ours, synchronous, 8 bits, drafts": Stack(
+        scheme=Scheme(policy="adaptive", migration=True), precision="8 bits", drafter="ours"
     ),
     "ours, overlap 1, BF16, no drafts": Stack(scheme=ONE_AHEAD),
     "ours, overlap 1, 8 bits": Stack(scheme=ONE_AHEAD, precision="8 bits"),
-    "ours, overlap 1, drafts": Stack(scheme=ONE_AHEAD, drafter="ours"),
+    "ours, overlap 1, BF16, drafts": Stack(scheme=ONE_AHEAD, drafter="ours"),
     "ours, overlap 1, 8 bits, drafts": Stack(scheme=ONE_AHEAD, precision="8 bits", drafter="ours"),
     "ours, overlap 2, 8 bits, drafts": Stack(
         scheme=Scheme(policy="adaptive", overlap=2, max_staleness=2, migration=True), precision="8 bits", drafter="ours"
@@ -64,11 +75,12 @@ STACKS: Mapping[str, Stack] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One stack on one cluster."""
+    """One stack in one arrangement on one cluster."""
 
     model: str
     num_gpus: int
     stack: str
+    arrangement: Arrangement
     seed: int = 1
     num_steps: int = 12
     measured: Shares | None = None
@@ -92,7 +104,7 @@ def workload_of(case: Case) -> Workload:
 
 def run(case: Case) -> Row:
     """Simulate a stack at the best division of its GPUs; returns its row."""
-    stack, workload = STACKS[case.stack], workload_of(case)
+    stack, workload, is_colocated = STACKS[case.stack], workload_of(case), case.arrangement == "colocated"
     planned = job(case.model, case.num_gpus, stack.precision, workload.lengths[:GROUPS_PER_STEP], case.measured)
     train_s = planned.train_s
     ranks = planned.run.config.engine.tensor_parallel
@@ -100,33 +112,34 @@ def run(case: Case) -> Row:
     # a static placement does not keep groups together
     placed = single_responses(workload) if stack.scheme.policy == "static" else workload
     best: tuple[Outcome, int, float] | None = None
-    for trainer_gpus in [case.num_gpus] if stack.is_colocated else sorted({int(s * case.num_gpus) for s in SHARES}):
-        num_engines = (case.num_gpus if stack.is_colocated else case.num_gpus - trainer_gpus) // ranks
+    for trainer_gpus in [case.num_gpus] if is_colocated else sorted({int(s * case.num_gpus) for s in SHARES}):
+        num_engines = (case.num_gpus if is_colocated else case.num_gpus - trainer_gpus) // ranks
         seconds = train_s * case.num_gpus / trainer_gpus
         cluster = Cluster(
             num_engines=num_engines,
             num_slots=planned.num_slots,
             speed=speed,
             train_s_per_token=seconds * case.num_steps / float(workload.lengths.sum()),
-            publish_s=planned.publish_s(in_turns=stack.is_colocated),
-            is_colocated=stack.is_colocated,
+            publish_s=planned.publish_s(in_turns=is_colocated),
+            is_colocated=is_colocated,
         )
         outcome = simulate(placed, cluster, stack.scheme)
         if best is None or outcome.step_s < best[0].step_s:
             best = outcome, trainer_gpus, seconds
     assert best is not None
     outcome, trainer_gpus, seconds = best
-    is_bound = not stack.is_colocated and seconds > BOUND_BY_TRAINER * outcome.step_s
+    is_bound = not is_colocated and seconds > BOUND_BY_TRAINER * outcome.step_s
     return {
         "what": "stack",
         "model": case.model,
         "gpus": case.num_gpus,
         "stack": case.stack,
+        "arrangement": case.arrangement,
         "seed": case.seed,
         "step_s": round(outcome.step_s, 1),
         "train_s": round(seconds, 1),
         "trainer_gpus": trainer_gpus,
-        "bound_by": "trainer" if is_bound else "rollout" if not stack.is_colocated else "both in turns",
+        "bound_by": "trainer" if is_bound else "rollout" if not is_colocated else "both in turns",
         "slots": planned.num_slots,
         "mean_staleness": round(outcome.mean_staleness, 2),
         "max_staleness": outcome.max_staleness,

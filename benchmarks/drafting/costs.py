@@ -188,6 +188,7 @@ class ModelledEngine:
             "case": self.case,
             "method": self.method_name,
             "batch": batch,
+            "max_draft_tokens": self.max_draft_tokens,
             "forwards": len(forwards),
             "drafted_per_request": round(sum(f.num_drafted for f in forwards) / len(forwards) / batch, 3),
             "tokens_per_forward": round(emitted / len(forwards) / batch, 4),

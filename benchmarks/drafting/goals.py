@@ -6,7 +6,7 @@ A figure that differs between seeds meets its goal with the lower end of its 95 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 
-from benchmarks.drafting.quality import ARCTIC, ARCTIC_BEST, GRID, OURS, OURS_ALL, PAPER
+from benchmarks.drafting.quality import ARCTIC, ARCTIC_BEST, GRID, OURS, OURS_ALL, OURS_FIXED, PAPER
 from benchmarks.drafting.trace_sets import CASES, LONG_CASES, OTHER_CASES
 from benchmarks.harness.paired import Difference
 from benchmarks.harness.record import Goal, Row
@@ -91,19 +91,19 @@ def _row_forwards(rows: Sequence[Row], name: str) -> float:
 
 def _tokens_goals(rows: Sequence[Row]) -> Iterator[Goal]:
     tokens = [row for row in rows if row["what"] == "tokens"]
-    worst: list[float] = []
     for case, (bound, over_best) in TOKENS_GOALS.items():
         mine = by_seed(tokens, "tokens_per_forward", case=case, method=OURS, visit=1)
         freely = by_seed(tokens, "tokens_per_forward", case=case, method=OURS_ALL, visit=1)
         best = by_seed(tokens, "tokens_per_forward", case=case, method=ARCTIC_BEST, visit=1)
-        worst += by_seed(tokens, "calibration_error", case=case, method=OURS, visit=1).values()
         if bound:
             name, value = f"{case}: tokens per forward, {LOWER}", lower_end(list(mine.values()))
             yield Goal(name=name, value=value, bound=bound, direction="at least", unit="tokens")
         if best:
             name, value = f"{case}: over Arctic's best, {LOWER}", lower_end(ratios(freely, best))
             yield Goal(name=name, value=value, bound=over_best, direction="at least", unit="x")
-    yield Goal(name="calibration error, worst", value=max(worst), bound=0.02, direction="at most", unit="share")
+    worst = max(_pick(tokens, "calibration_error", method=OURS))
+    name = "worst calibration error of any case, visit and seed"
+    yield Goal(name=name, value=worst, bound=0.02, direction="at most", unit="share")
 
 
 def _first_goals(rows: Sequence[Row]) -> Iterator[Goal]:
@@ -142,14 +142,22 @@ def _modelled_goals(rows: Sequence[Row]) -> Iterator[Goal]:
     useless = _pick(modelled, "over_no_drafts", case=CASES[-1].name, method=OURS)
     name = "reuse 0: time over that of no drafts, worst batch and seed"
     yield Goal(name=name, value=1 / min(useless), bound=1.02, direction="at most", unit="x")
-    cases = [case.name for case in CASES[:3]]
+    peers = sorted({str(row["method"]) for row in modelled} - {OURS, OURS_FIXED})
     for batch in sorted({int(row["batch"]) for row in modelled}):
-        of_case = [
-            ratios(*(by_seed(modelled, "tokens_per_s", case=case, batch=batch, method=name) for name in (OURS, PAPER)))
-            for case in cases
-        ]
-        # one figure a seed: the median over the cases
-        values = [statistics.median(of_seed) for of_seed in zip(*of_case, strict=True)]
+        over_paper, over_best = [], []
+        for case in (case.name for case in CASES[:3]):
+            speeds = {
+                method: by_seed(modelled, "tokens_per_s", case=case, batch=batch, method=method)
+                for method in (OURS, *peers)
+            }
+            best = {seed: max(speeds[peer][seed] for peer in peers) for seed in speeds[OURS]}
+            over_paper.append(ratios(speeds[OURS], speeds[PAPER]))
+            over_best.append(ratios(speeds[OURS], best))
+        # one figure a seed: the median over the cases, and the worst case
+        medians = [statistics.median(of_seed) for of_seed in zip(*over_paper, strict=True)]
         name = f"modelled speed over HistoSpec's paper, batch {batch}, {LOWER}"
         bound = 1.25 if batch == 64 else 1.5
-        yield Goal(name=name, value=lower_end(values), bound=bound, direction="at least", unit="x")
+        yield Goal(name=name, value=lower_end(medians), bound=bound, direction="at least", unit="x")
+        worst = [min(of_seed) for of_seed in zip(*over_best, strict=True)]
+        name = f"modelled speed over the best peer's, batch {batch}, worst case, {LOWER}"
+        yield Goal(name=name, value=lower_end(worst), bound=1.0, direction="at least", unit="x")

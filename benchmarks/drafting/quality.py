@@ -18,8 +18,10 @@ from history.drafting.forward_cost import ForwardCostModel
 from history.store.traces import Trace
 
 K = 16
-"""Largest draft of a request, for methods that do not choose it themselves."""
+"""Largest draft of a request, for methods that do not choose it themselves; also the product's default."""
 PAPER_K = 32
+SUFFIX_K = 24
+"""vLLM's default for `suffix`: the depth of its trees."""
 MAX_BATCH = 256
 OURS, NGRAM, PAPER, RELEASED = "ours", "vLLM ngram", "HistoSpec, paper", "HistoSpec, released"
 OURS_FIXED = "ours, threshold 0.1"
@@ -91,26 +93,32 @@ def ours(
     return Product(folder, max_draft_tokens=k, threshold=threshold, cost_model=cost_model, num_threads=num_threads)
 
 
-def contestants(work: Path, arctic: Suffixes | None) -> list[Contestant]:
-    """The product first, then its peers; without Arctic if it is not built."""
-    search = vllm_search()
+def contestants(work: Path, arctic: Suffixes | None, *, cap: int | None = None) -> list[Contestant]:
+    """The product first, then its peers; without Arctic if it is not built.
+
+    `cap` is the largest draft of all methods. Without it HistoSpec's paper has its own, Arctic's default that of vLLM,
+    and all other methods have `K`.
+    """
+    search, k = vllm_search(), cap or K
     methods = [
-        Contestant(name=OURS, make=lambda: ours(work)),
-        Contestant(name=OURS_ALL, make=lambda: ours(work, threshold=0.0)),
-        Contestant(name=NGRAM, make=lambda: Ngram(search, max_draft_tokens=K)),
-        Contestant(name=PAPER, make=HistoSpecPaper, max_draft_tokens=PAPER_K),
-        Contestant(name=RELEASED, make=HistoSpecReleased),
+        Contestant(name=OURS, make=lambda: ours(work, k=k), max_draft_tokens=k),
+        Contestant(name=OURS_ALL, make=lambda: ours(work, threshold=0.0, k=k), max_draft_tokens=k),
+        Contestant(name=NGRAM, make=lambda: Ngram(search, max_draft_tokens=k), max_draft_tokens=k),
+        Contestant(name=PAPER, make=HistoSpecPaper, max_draft_tokens=cap or PAPER_K),
+        Contestant(name=RELEASED, make=HistoSpecReleased, max_draft_tokens=k),
     ]
     if arctic is not None:
-        methods += [Contestant(name=name, make=_arctic(arctic, settings)) for name, settings in GRID.items()]
+        for name, settings in GRID.items():
+            most = cap or (SUFFIX_K if name == ARCTIC else K)
+            methods.append(Contestant(name=name, make=_arctic(arctic, settings, most), max_draft_tokens=most))
     return methods
 
 
-def _arctic(module: Suffixes, settings: dict[str, float]) -> Callable[[], Method]:
+def _arctic(module: Suffixes, settings: dict[str, float], max_draft_tokens: int) -> Callable[[], Method]:
     def make() -> Method:
         return Arctic(
             module,
-            max_draft_tokens=K,
+            max_draft_tokens=max_draft_tokens,
             depth=int(settings["depth"]),
             factor=settings["factor"],
             min_probability=settings["min_probability"],

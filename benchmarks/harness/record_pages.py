@@ -105,9 +105,9 @@ def _page(record: Record, view: View, absent: Collection[str]) -> Iterator[str]:
     yield f"**Command:** `{of_today(record.command)}`"
     yield from ("", "**Not measured:**", "")
     yield from (f"* {of_today(item)}" for item in record.not_measured)
-    if view.notes:
+    if notes := view.notes_of(record):
         yield from ("", "**How to read the figures:**", "")
-        yield from (f"* {note}" for note in view.notes)
+        yield from (f"* {note}" for note in notes)
     yield from ("", f"Terms are explained in the [glossary]({GLOSSARY}).")
     if record.goals:
         yield from ("", "## Goals", "", "| goal | value | bound | met |", "| --- | --- | --- | --- |")

@@ -1,6 +1,7 @@
 """Goals of the planner's benchmark: speed over the synchronous baseline, mean staleness, bubble and planning time.
 
-The largest staleness and the consumed lengths are no goals: the simulator asserts the first, a test the second.
+Each goal of speed names the largest staleness of its scheme; the baseline has none. The largest staleness and the
+consumed lengths are no goals: the simulator asserts the first, a test the second.
 """
 
 from collections.abc import Iterator, Sequence
@@ -8,10 +9,12 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from benchmarks.harness.record import Goal, Row
-from benchmarks.planner.schedules import CORRELATIONS, JUDGED_CORRELATION, PROMPT_SHARE
+from benchmarks.planner.schedules import CORRELATIONS, JUDGED_CORRELATION, PROMPT_SHARE, SCHEMES
 
 WITH_DRAFTS = ("adaptive, overlap 1, head start .2", "adaptive, overlap 2")
-"""Schemes with a staleness of at most 2 versions."""
+"""Schemes with a staleness of at most 2 versions, of which the goal with drafts takes the faster."""
+OURS, PAPER = "adaptive, overlap 1", "histopipe"
+"""Schemes that are compared with the drafts of their own system; both have a staleness of at most 1 version."""
 
 GOALS: dict[str, tuple[float | None, float | None]] = {
     "histopipe": (1.45, 1.6),
@@ -52,24 +55,26 @@ def goals(rows: Sequence[Row]) -> Iterator[Goal]:
     for scheme, bounds in GOALS.items():
         for (name, chosen), bound in zip(headlines, bounds, strict=True):
             if bound is not None:
-                yield _at_least(f"{scheme}, {name}", _speedup(rows, scheme, **chosen), bound)
-    overlapped = [
-        _speedup(rows, "adaptive, overlap 1", forecasts="responses", correlation=correlation)
-        for correlation in CORRELATIONS
-    ]
-    yield _at_least("adaptive, overlap 1, worst over correlations", min(overlapped), 1.65)
+                yield _at_least(f"{_titled(scheme)} over static, {name}", _speedup(rows, scheme, **chosen), bound)
+    overlapped = [_speedup(rows, OURS, forecasts="responses", correlation=correlation) for correlation in CORRELATIONS]
+    yield _at_least(f"{_titled(OURS)} over static, worst over correlations", min(overlapped), 1.65)
     for scheme, bound in (("adaptive, head start .3", 0.3), ("adaptive, overlap 1, head start .2", 1.2)):
         stale = _worst(rows, scheme, "mean_staleness", **by_response)
         yield _at_most(f"{scheme}: mean staleness", stale, bound, "versions")
     for name, chosen in headlines:
         yield _at_most(f"flexible, {name}: bubble", _worst(rows, "flexible", "bubble", **chosen), 0.05, "share")
         best = max(_speedup(rows, scheme, drafts="ours", **chosen) for scheme in WITH_DRAFTS)
-        paper = _speedup(rows, "histopipe", drafts="histospec", **chosen)
-        equal = _speedup(rows, "adaptive, overlap 1", drafts="ours", **chosen)
-        yield _at_least(f"with drafts, {name}", best, 4.0)
+        paper = _speedup(rows, PAPER, drafts="histospec", **chosen)
+        equal = _speedup(rows, OURS, drafts="ours", **chosen)
+        staleness = max(SCHEMES[scheme].max_staleness for scheme in WITH_DRAFTS)
+        yield _at_least(f"with drafts (staleness up to {staleness}) over static without drafts, {name}", best, 4.0)
         yield _at_least(f"with drafts, {name}: over the paper's stack, both at staleness 1", equal / paper, 1.2)
     slowest = max(float(row["ms"]) for row in rows if row["what"] == "planning")
     yield _at_most("planning 65,536 responses, slowest policy", slowest, 200, "ms")
+
+
+def _titled(scheme: str) -> str:
+    return f"{scheme} (staleness up to {SCHEMES[scheme].max_staleness})"
 
 
 def _at_least(name: str, value: float, bound: float) -> Goal:

@@ -11,7 +11,9 @@ are random, and only the length limit ends a response. The trainer is a sleep. L
 
 The time of a forward, from its start to the start of the next, is fitted to a run with other lengths of the same kind.
 Then each scheme runs on the engines and in simulation with the same lengths. Rows hold the makespan and the share of
-time in which an engine ran no forward.
+time in which an engine ran no forward. `saturated_s` is the time of full engines of the fitted speed. It bounds every
+simulated schedule, not the real ones: engines can be faster than the fitted speed, for example with longer responses,
+in which prompts weigh less.
 """
 
 import statistics
@@ -259,15 +261,20 @@ def compare(real: Real, speed: Speed, task: Task, *, lengths: str, repeat: int) 
 
 
 def goals(rows: Sequence[Row]) -> Iterator[Goal]:
-    """Goals for the gap between simulation and engines, medians over schemes and repeats."""
+    """Goals for the gap between simulation and engines: of each scheme the median over its repeats, and the largest."""
     for lengths in STEPS:
-        of_these = [row for row in rows if row["lengths"] == lengths]
-        gaps = [abs(float(row["simulated_over_real"]) - 1) for row in of_these]
-        idle = [abs(float(row["simulated_idle"]) - float(row["idle"])) for row in of_these]
+        by_scheme: dict[str, list[Row]] = {}
+        for row in rows:
+            if row["lengths"] == lengths:
+                by_scheme.setdefault(str(row["scheme"]), []).append(row)
+        gaps = [[abs(float(row["simulated_over_real"]) - 1) for row in of_one] for of_one in by_scheme.values()]
+        idle = [
+            [abs(float(row["simulated_idle"]) - float(row["idle"])) for row in of_one] for of_one in by_scheme.values()
+        ]
         for figure, gap, bound in (("makespan", gaps, 0.15), ("idle share", idle, 0.05)):
             yield Goal(
-                name=f"{figure}, {lengths} lengths: simulated against real",
-                value=statistics.median(gap),
+                name=f"{figure}, {lengths} lengths: simulated against real, worst scheme's median",
+                value=max(map(statistics.median, gap)),
                 bound=bound,
                 direction="at most",
                 unit="share",

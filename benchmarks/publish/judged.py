@@ -92,7 +92,7 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
     return [
         _worst(ours, "proof_share_high", "proof over a publish without it", 0.15),
         _worst(ours, "rank_bytes_over_own_shard", "bytes that a rank received over its own 8-bit shard", 1.02),
-        _worst(peers, "ours_over_peer_high", "seconds over the peer's", 0.6),
+        _worst(peers, "ours_over_peer_high", "seconds without the proof over the peer's", 0.6),
         _worst(peers, "proven_over_peer_high", "seconds with the proof over the peer's", 0.7),
         _worst(overlapped, "proven_over_peer_high", "seconds with the proof over the overlapped peer's", 1.0),
         Goal(name="rate over a plain copy's", value=rate, bound=0.7, direction="at least", unit="x"),

@@ -12,6 +12,7 @@ LOWEST_RATIO = 0.95
 RESAMPLES = 2000
 LEAST_TURNS = 5
 """Fewest turns for a goal; fewer have no interval."""
+LOWER = "lower 95 % bound"
 
 
 def ratios(
@@ -46,6 +47,6 @@ def goals(rows: Sequence[Row], methods: Sequence[str], batches: Sequence[int]) -
             if len(turns) < LEAST_TURNS:
                 continue
             bound = {("stock", 1): 2.5, ("stock", 8): 1.5}.get((other, batch), 1.0) if history == kind else LOWEST_RATIO
-            name = f"ours over {other}, batch {batch}, {history}{remark}"
+            name = f"ours over {other}, batch {batch}, {history}{remark}, {LOWER}"
             found.append(Goal(name=name, value=lower_bound(turns), bound=bound, direction="at least", unit="x"))
     return found

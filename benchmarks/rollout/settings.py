@@ -25,7 +25,8 @@ TRIED: Mapping[str, Mapping[str, Speculation]] = {
         "factor 2, p 0.3": {"suffix_decoding_max_spec_factor": 2.0, "suffix_decoding_min_token_prob": 0.3},
     },
 }
-"""Tried settings of methods that have any; the first is vLLM's default."""
+"""Tried settings of methods that have any. The first changes nothing of `benchmarks.rollout.server.SPECULATIONS`:
+vLLM's documentation for `ngram`, vLLM's defaults for `suffix` with drafts that are no longer than the product's."""
 
 
 def rounds_of_settings(methods: Sequence[str]) -> list[dict[str, str]]:

@@ -3,7 +3,7 @@
 from benchmarks.harness.example_run import K3_PARTS
 from benchmarks.harness.record_answers import Answer, goal
 from benchmarks.harness.record_tables import Column, Table
-from benchmarks.harness.record_views.view import MIB, UNRECORDED_WARM, View, percent, spread
+from benchmarks.harness.record_views.view import MIB, UNRECORDED_WARM, YES_OR_NO, View, percent, spread
 
 OWN_WARM = "All runs start from the warm start that the benchmark makes with seed 1."
 
@@ -166,9 +166,10 @@ SOAK = View(
     question="Do memory, file descriptors and shared memory stay flat over many steps?",
     answer=Answer(
         text=(
-            "Yes: over {steps} steps, memory grows by {memory} %, file descriptors by {descriptors} % and shared "
+            "{verdict}: over {steps} steps, memory grows by {memory} %, file descriptors by {descriptors} % and shared "
             "memory by {shared} %."
         ),
+        verdict=YES_OR_NO,
         figures={
             "steps": goal("steps"),
             "memory": goal("memory, growth", scale=100.0),

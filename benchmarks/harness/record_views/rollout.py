@@ -1,12 +1,18 @@
 """Views of engines: decoding, sampling and single forwards."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
-from benchmarks.harness.record_answers import Answer, goal, median
+from benchmarks.harness.record_answers import Answer, Figure, goal, median
+from benchmarks.harness.record_file import Record
+from benchmarks.harness.record_notes import Note, all_of, has_goals, has_no_goals, has_rows, older_goals
 from benchmarks.harness.record_tables import Column, Table, Value
 from benchmarks.harness.record_views.view import UNRECORDED_WARM, View, milliseconds, percent
 
 _RATE = Column(field="tokens_per_cpu_s", title="tokens per CPU second")
+_USEFUL, _USELESS = "87 % reuse", "random history"
+_LEAST_TURNS = 5
+"""Fewest turns that have an interval."""
 
 
 def _turns(title: str, *histories: str) -> Table:
@@ -24,26 +30,59 @@ def _turns(title: str, *histories: str) -> Table:
     )
 
 
+_OLD_ROWS = has_rows({"history": (_USEFUL,)}, lacks=("sampler",))
+"""Whether the record has rows of a form that names no sampler."""
+
+
+def _turns_by_cell(record: Record) -> Counter[tuple[Value, Value, Value]]:
+    """Number of turns by history, batch and sampler of stock and peers; rows without a sampler have vLLM's."""
+    return Counter(
+        (row["history"], row["batch"], row.get("sampler", "vLLM"))
+        for row in record.rows
+        if row["history"] in (_USEFUL, _USELESS) and row["method"] == "ours"
+    )
+
+
+def _turns_at(batch: int) -> Figure:
+    """Number of turns of the goals without a named sampler, with a useful history."""
+    return lambda record: _turns_by_cell(record)[_USEFUL, batch, "vLLM"]
+
+
+def _few_turns(record: Record) -> bool:
+    """Whether a bound of the record is of fewer turns than have an interval."""
+    is_bounded = has_goals("lower 95 % bound")(record)
+    return is_bounded and any(number < _LEAST_TURNS for number in _turns_by_cell(record).values())
+
+
 ROLLOUT = View(
     question="How fast does a real engine decode with the drafts of each method?",
     answer=Answer(
         text=(
-            "With a useful history, the product's drafts make decoding {one} times as fast at batch 1, {eight} times "
-            "at batch 8 and {many} times at batch 64."
+            "With a useful history, ours decodes {speed_1} times stock vLLM's speed at batch 1, {speed_8} at 8, "
+            "{speed_64} at 64: lower 95 % bounds of {turns_1}, {turns_8} and {turns_64} turns."
         ),
         figures={
-            "one": goal("ours over stock, batch 1, 87 % reuse"),
-            "eight": goal("ours over stock, batch 8, 87 % reuse"),
-            "many": goal("ours over stock, batch 64, 87 % reuse"),
+            **{
+                f"speed_{batch}": goal(f"ours over stock, batch {batch}, 87 % reuse, lower 95 % bound")
+                for batch in (1, 8, 64)
+            },
+            **{f"turns_{batch}": _turns_at(batch) for batch in (1, 8, 64)},
         },
     ),
     tables=(
         _turns(
             "Tokens per CPU second by batch, responses with 87 % of their tokens copied from the history",
-            "87 % reuse",
+            _USEFUL,
             "calibration",
         ),
-        _turns("Tokens per CPU second by batch, responses independent of the history", "random history"),
+        _turns("Tokens per CPU second by batch, responses independent of the history", _USELESS),
+        Table(
+            title="Number of turns by batch",
+            lines={"history": "prompts", "sampler": "sampler of stock and peers", "method": "method"},
+            where={"history": (_USEFUL, _USELESS)},
+            across="batch",
+            columns=(Column(field="tokens_per_cpu_s", title="turns", reduce="count"),),
+        ),
         Table(
             title="Models of the example that sample their own responses, 64 requests",
             lines={
@@ -66,15 +105,55 @@ ROLLOUT = View(
         "In the first two tables, a model of random weights is forced to emit recorded responses. So all methods "
         "decode the same tokens.",
         "Goals compare the methods within each turn; tables show medians over the turns. So their ratios differ.",
-        "The product samples faster than vLLM's sampler for drafts. Rows in which stock and peers have the product's "
-        "sampler compare drafting alone. Settings of peers were chosen on prompts of their own (`calibration`).",
-        "Rows without a sampler are older: stock and peers had vLLM's sampler and their default settings, and large "
-        "batches fewer turns.",
-        "A greedy sample of a trained model is a few forwards and a fraction of a second of CPU time, so single "
-        "samples vary widely; its goal takes all samples together. Costs of a new prompt weigh eight times as much "
-        "there as at temperature 1, where each prompt has eight responses.",
-        "Several commands with `--resume` measured the rows. They did not record their commits: each row shows the "
-        "commit of the first committed record that had it.",
+        Note(
+            text=(
+                "A bound of fewer than five turns is no interval; that of one turn is the turn's ratio. The table of "
+                "turns lists their numbers."
+            ),
+            about=_few_turns,
+        ),
+        Note(
+            text=(
+                "The product samples faster than vLLM's sampler for drafts. Rows in which stock and peers have the "
+                "product's sampler compare drafting alone."
+            ),
+            about=has_rows({"sampler": ("product",)}),
+        ),
+        Note(
+            text="Settings of peers were chosen on prompts of their own (`calibration`).",
+            about=has_rows({"history": ("calibration",)}),
+        ),
+        Note(
+            text=(
+                "Rows without a sampler are older: stock and peers have vLLM's sampler, and no settings of peers were "
+                "chosen. The product samples faster than vLLM's sampler for drafts, so ratios to peers are not of "
+                "drafting alone."
+            ),
+            about=_OLD_ROWS,
+        ),
+        Note(
+            text=(
+                "A greedy sample of a trained model is a few forwards and a fraction of a second of CPU time, so "
+                "single samples vary widely. Costs of a new prompt weigh eight times as much there as at temperature "
+                "1, where each prompt has eight responses."
+            ),
+            about=has_rows({"temperature": (0.0,)}),
+        ),
+        Note(text="A goal of greedy speed takes all samples together.", about=has_goals("temperature 0")),
+        Note(
+            text="No goal bounds the speed of greedy samples; the table shows it.",
+            about=all_of(has_rows({"temperature": (0.0,)}), has_no_goals("temperature 0")),
+        ),
+        Note(
+            text=(
+                "Several commands with `--resume` measured the rows. They did not record their commits: each row shows "
+                "the commit of the first committed record that had it."
+            ),
+            about=_OLD_ROWS,
+        ),
+        older_goals(
+            "Those without `lower 95 % bound` are medians over the turns.", "ours over stock, batch 1, 87 % reuse"
+        ),
         UNRECORDED_WARM,
     ),
 )

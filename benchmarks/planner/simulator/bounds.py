@@ -1,5 +1,6 @@
-"""Lower bounds on the time of any schedule, from lengths and speeds alone and without the simulator's code.
+"""Lower bounds on the time of any simulated schedule, from lengths and speeds alone and without the simulator's code.
 
+Engines of exactly these speeds cannot be faster. Real engines can, if their speeds were fitted to other responses.
 The context of a response adds the same seconds under every schedule; on average it is half the response's length. The
 responses of a forward share the rest of its time, so the bound uses the number of responses with the least time per
 token. A step also takes at least the time of its longest response alone, divided by the steps it may span.

@@ -6,14 +6,15 @@ import numpy as np
 import pytest
 
 from benchmarks.at_scale import published, stacks
-from benchmarks.at_scale.__main__ import JUDGED, goals
+from benchmarks.at_scale.__main__ import JUDGED, cases, goals
 from benchmarks.at_scale.jobs import MODELS, job
-from benchmarks.at_scale.stacks import STACKS, Case, run, workload_of
+from benchmarks.at_scale.stacks import APART, BOTH, RHYME, STACKS, SYNCHRONOUS, Case, run, workload_of
+from benchmarks.harness.record import Row
 from launcher.estimate.rollout_time import forward_s
 from launcher.estimate.train_time import train_estimate
 from launcher.first_hour.shares import Shares
 
-FEW = Case(model="Qwen2.5-32B", num_gpus=128, stack="synchronous", num_steps=1)
+FEW = Case(model="Qwen2.5-32B", num_gpus=128, stack=SYNCHRONOUS, arrangement="colocated", num_steps=1)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,8 @@ def test_drafts_are_left_out_where_they_do_not_pay(lengths: np.ndarray) -> None:
 
 
 def test_training_takes_the_same_time_on_all_gpus_whatever_the_stack() -> None:
-    rows = [run(replace(FEW, stack=stack, num_steps=2)) for stack in ("synchronous", "RhymeRL as published")]
+    rows = [run(replace(FEW, num_steps=2)), run(replace(FEW, stack=RHYME, arrangement="disaggregated", num_steps=2))]
+    assert [row["arrangement"] for row in rows] == ["colocated", "disaggregated"]
     assert rows[0]["train_all_gpus_s"] == rows[1]["train_all_gpus_s"] == rows[0]["train_s"]
     assert rows[1]["train_s"] == pytest.approx(rows[0]["train_s"] * 128 / rows[1]["trainer_gpus"], rel=0.01)
 
@@ -78,21 +80,55 @@ def test_each_published_step_is_estimated_on_the_published_cluster() -> None:
     assert rows[1]["estimated"] == pytest.approx(max(rows[1]["rollout_s"], rows[1]["train_s"]), abs=0.1)
 
 
-def test_goals_take_the_best_stack_that_is_at_most_one_step_stale() -> None:
+def judged(steps: dict[tuple[str, str], float]) -> list[Row]:
+    """Rows of all stacks, with 700 seconds a step unless `steps` has others."""
     model, num_gpus = JUDGED
-    steps = dict.fromkeys(STACKS, 500.0) | {
-        "synchronous": 1000.0,
-        "RhymeRL as published": 600.0,
-        "ours, overlap 1, 8 bits, drafts": 400.0,
-        "ours, overlap 2, 8 bits, drafts": 100.0,
-    }
-    rows = [
-        {"what": "stack", "model": model, "gpus": num_gpus, "stack": stack, "step_s": s, "train_all_gpus_s": 200.0}
-        for stack, s in steps.items()
+    same = {"what": "stack", "model": model, "gpus": num_gpus, "train_all_gpus_s": 200.0}
+    rows: list[Row] = [
+        {**same, "stack": name, "arrangement": arrangement, "step_s": steps.get((name, arrangement), 700.0)}
+        for name, stack in STACKS.items()
+        for arrangement in stack.arrangements
     ]
-    rows.append({"what": "published", "estimated_over_published": 0.9})
-    found = [goal.value for goal in goals(rows)]
-    assert found == pytest.approx([2.5, 1.5, 0.5, 0.1])
+    return [*rows, {"what": "published", "estimated_over_published": 0.9}]
+
+
+def test_goals_take_the_best_stack_that_is_at_most_one_step_stale() -> None:
+    steps = {
+        (SYNCHRONOUS, "colocated"): 1000.0,
+        (SYNCHRONOUS, "disaggregated"): 1500.0,
+        (RHYME, "colocated"): 650.0,
+        (RHYME, "disaggregated"): 600.0,
+        ("ours, overlap 1, BF16, drafts", "colocated"): 500.0,
+        ("ours, overlap 1, 8 bits, drafts", "disaggregated"): 400.0,
+        ("ours, overlap 2, 8 bits, drafts", "colocated"): 100.0,
+    }
+    assert [goal.value for goal in goals(judged(steps))] == pytest.approx([2.5, 1.2, 1.5, 0.5, 0.1])
+
+
+def test_a_goal_over_another_system_has_equal_precision_and_arrangements_or_names_the_difference() -> None:
+    """Each stack is made faster in turn: the goal that moves must name its precision if the other system has BF16."""
+    before = {goal.name: goal.value for goal in goals(judged({}))}
+    over = [name for name in before if name.startswith(("over", "ours"))]
+    assert len(over) == 3
+    for name, stack in STACKS.items():
+        if not name.startswith("ours") or stack.scheme.max_staleness > 1:
+            continue
+        assert stack.arrangements == STACKS[RHYME].arrangements == STACKS[SYNCHRONOUS].arrangements == BOTH
+        for arrangement in stack.arrangements:
+            after = {goal.name: goal.value for goal in goals(judged({(name, arrangement): 350.0}))}
+            moved = [goal for goal in over if after[goal] != before[goal]]
+            assert moved and all(stack.precision in goal for goal in moved)
+    assert {stack.precision for stack in (STACKS[RHYME], STACKS[SYNCHRONOUS])} == {"BF16"}
+
+
+def test_every_stack_is_simulated_in_each_arrangement_that_its_design_allows() -> None:
+    found = [(case.stack, case.arrangement) for case in cases(quick=True)]
+    assert found == [(name, arrangement) for name, stack in STACKS.items() for arrangement in stack.arrangements]
+    assert {name for name, stack in STACKS.items() if stack.arrangements == APART} == {
+        "one step off (NeMo-RL, verl)",
+        "asynchronous, first in first out (AReaL)",
+    }
+    assert set(found) == {(case.stack, case.arrangement) for case in cases(quick=False)}
 
 
 def test_measured_shares_of_peaks_replace_the_assumed_ones(lengths: np.ndarray) -> None:

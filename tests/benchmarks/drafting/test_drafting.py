@@ -1,20 +1,28 @@
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from benchmarks.drafting.__main__ import QUICK, calibrated, case_rows, generated, modelled, recorded
+from benchmarks.drafting.__main__ import MODELLED_K, QUICK, calibrated, case_rows, generated, modelled, recorded
 from benchmarks.drafting.baselines.histospec import HistoSpecPaper
 from benchmarks.drafting.costs import ModelledEngine, attach_row, forward_s, load, propose_rows
 from benchmarks.drafting.goals import LOWER, goals, recorded_goals
 from benchmarks.drafting.quality import (
     ARCTIC,
     ARCTIC_BEST,
+    ARCTIC_ONE_TREE,
     OURS,
     OURS_ALL,
     PAPER,
+    PAPER_K,
+    RELEASED,
+    SUFFIX_K,
     Contestant,
+    K,
+    contestants,
     decode_visits,
     ours,
     visits,
@@ -30,7 +38,10 @@ TINY = replace(QUICK, lengths={"2k": (200, 1)}, modelled_batches=(2,), modelled_
 
 
 def field(tmp_path: Path) -> list[Contestant]:
-    return [Contestant(name=OURS, make=lambda: ours(tmp_path)), Contestant(name=PAPER, make=HistoSpecPaper)]
+    return [
+        Contestant(name=OURS, make=lambda: ours(tmp_path)),
+        Contestant(name=PAPER, make=HistoSpecPaper, max_draft_tokens=PAPER_K),
+    ]
 
 
 def test_visits_are_counted_per_prompt_independently_of_steps() -> None:
@@ -132,6 +143,50 @@ def test_useless_history_has_modelled_rows_too(tmp_path: Path) -> None:
     assert {row["method"] for row in rows} == {OURS, PAPER, "ours, threshold 0.1"}
 
 
+class Suffixes:
+    """Stands for Arctic's module: its caches draft nothing, and remember how long a draft may be."""
+
+    def __init__(self) -> None:
+        self.asked: set[int] = set()
+
+    def SuffixDecodingCache(self, max_tree_depth: int, max_cached_requests: int) -> "Suffixes":
+        return self
+
+    def start_request(self, *_: object) -> None: ...
+
+    stop_request = add_active_response = start_request
+
+    def speculate(self, *_: object, max_spec_tokens: int, **__: object) -> SimpleNamespace:
+        self.asked.add(max_spec_tokens)
+        return SimpleNamespace(token_ids=[], probs=[])
+
+
+def test_all_methods_of_modelled_rows_may_draft_as_many_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.drafting.quality.vllm_search", lambda: None)  # no row of `modelled` searches
+    arctic = Suffixes()
+    rows = list(modelled(contestants(tmp_path, arctic, cap=MODELLED_K), TINY, tmp_path))
+    assert {row["method"] for row in rows} >= {OURS, "ours, threshold 0.1", PAPER, RELEASED, ARCTIC, ARCTIC_ONE_TREE}
+    assert {row["max_draft_tokens"] for row in rows} == {MODELLED_K} and MODELLED_K >= SUFFIX_K
+    assert max(arctic.asked) == MODELLED_K
+    with pytest.raises(ValueError, match=f"{ARCTIC}.*largest draft must be {MODELLED_K} tokens"):
+        list(modelled(contestants(tmp_path, arctic), TINY, tmp_path))
+
+
+def test_arctic_with_vllms_defaults_may_draft_as_many_tokens_as_in_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default of `num_speculative_tokens` is the depth of the trees. The source is read, as its import is slow."""
+    monkeypatch.setattr("benchmarks.drafting.quality.vllm_search", lambda: None)
+    spec = find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    source = (Path(spec.origin).parent / "config" / "speculative.py").read_text(encoding="utf-8")
+    assert f"suffix_decoding_max_tree_depth: int = {SUFFIX_K}\n" in source
+    assert "self.num_speculative_tokens = self.suffix_decoding_max_tree_depth\n" in source
+    caps = {one.name: one.max_draft_tokens for one in contestants(tmp_path, Suffixes())}
+    assert caps[ARCTIC] == SUFFIX_K
+    assert caps[OURS] == caps[OURS_ALL] == caps[ARCTIC_ONE_TREE] == K
+
+
 def test_costs_are_counted_per_token_and_request(tmp_path: Path) -> None:
     old, new = visits(generate(reuse=0.87, num_tokens=300, num_prompts=1).traces)
     loaded = [load("case", one, old) for one in field(tmp_path)]
@@ -170,7 +225,9 @@ def test_goals_take_the_lower_end_over_seeds_and_name_what_is_missed() -> None:
         more += modelled_of_seed()
         rows += [{**row, "seed": seed} for row in more]
     rows.append({"what": "attach", "case": "attach", "method": OURS, "ms": 0.02})
+    rows.append({**tokens_row("2k, reuse 0 %", OURS, 0, 1.0), "calibration_error": 0.03, "seed": 2})
     found = {goal.name: goal for goal in goals(rows)}
+    assert found["worst calibration error of any case, visit and seed"].value == 0.03
     # mean 1.2 and standard deviation 0.024 of three seeds, whose interval is 4.30 standard errors wide on each side
     over_best = found[f"2k, reuse 93 %: over Arctic's best, {LOWER}"]
     assert over_best.value == pytest.approx(1.2 - 4.30 * 0.024 / 3**0.5)
@@ -183,7 +240,12 @@ def test_goals_take_the_lower_end_over_seeds_and_name_what_is_missed() -> None:
         "build, worst",
         *(f"{length}, reuse 87 %, batch 1: time of Arctic's default over ours" for length in ("2k", "16k")),
         *(f"modelled speed over HistoSpec's paper, batch {batch}" for batch in (1, 4, 16)),
+        "modelled speed over the best peer's, batch 64, worst case",
+        "worst calibration error of any case, visit and seed",
     }
+    # Arctic is faster than the product at one reuse and batch, though not in the median of the reuses
+    over_best = [f"modelled speed over the best peer's, batch {batch}, worst case, {LOWER}" for batch in (1, 64)]
+    assert [found[name].value for name in over_best] == pytest.approx([1.4, 1.4 / 1.5])
     assert np.isfinite([goal.value for goal in found.values()]).all()
 
 
@@ -194,7 +256,9 @@ def modelled_of_seed() -> list[Row]:
         for reuse in (93, 87, 76, 0)
         for method, figures in (
             (OURS, {"tokens_per_s": 1.4, "over_no_drafts": 0.99}),
+            ("ours, threshold 0.1", {"tokens_per_s": 1.6, "over_no_drafts": 1.0}),
             (PAPER, {"tokens_per_s": 1.0, "over_no_drafts": 1.0}),
+            (ARCTIC, {"tokens_per_s": 1.5 if (reuse, batch) == (93, 64) else 0.9, "over_no_drafts": 1.0}),
         )
     ]
 

@@ -98,7 +98,13 @@ def test_an_incomplete_recorded_run_is_refused(tmp_path: Path) -> None:
 
 def test_goals_are_medians_of_relative_errors() -> None:
     rows = [
-        {"lengths": lengths, "simulated_over_real": ratio + shift, "idle": 0.2, "simulated_idle": idle}
+        {
+            "lengths": lengths,
+            "scheme": "static",
+            "simulated_over_real": ratio + shift,
+            "idle": 0.2,
+            "simulated_idle": idle,
+        }
         for lengths, shift in zip(STEPS, (0.0, 0.2), strict=True)
         for ratio, idle in ((0.9, 0.21), (1.2, 0.2), (1.05, 0.1))
     ]
@@ -106,3 +112,29 @@ def test_goals_are_medians_of_relative_errors() -> None:
     assert makespan.value == pytest.approx(0.1) and makespan.met
     assert idle.value == pytest.approx(0.01) and idle.met
     assert other.value == pytest.approx(0.25) and not other.met
+
+
+def test_one_scheme_that_disagrees_misses_the_goals_of_its_lengths() -> None:
+    """Two schemes of three agree, so the median over all rows would be 0."""
+    rows = [
+        {
+            "lengths": lengths,
+            "scheme": scheme,
+            "simulated_over_real": ratio,
+            "idle": 0.2,
+            "simulated_idle": 0.2 + (ratio > 1) * 0.06,
+        }
+        for lengths in STEPS
+        for scheme, ratio in (("static", 1.0), ("lpt", 1.0), ("flexible", 1.2 if lengths == "drawn" else 1.0))
+        for _ in range(3)
+    ]
+    found = {goal.name: (goal.value, goal.met) for goal in goals(rows)}
+    assert found == {
+        f"{figure}, {lengths} lengths: simulated against real, worst scheme's median": (pytest.approx(value), met)
+        for figure, lengths, value, met in (
+            ("makespan", "recorded", 0.0, True),
+            ("idle share", "recorded", 0.0, True),
+            ("makespan", "drawn", 0.2, False),
+            ("idle share", "drawn", 0.06, False),
+        )
+    }

@@ -47,12 +47,13 @@ def test_goals_take_the_lower_bound_of_five_turns_and_none_of_fewer() -> None:
     ]
     found = {goal.name: goal for goal in goals(rows, ("stock", "ngram", "ours"), (1, 8))}
     # ratios 2.0, 2.2, 2.4, 2.6, 2.8
-    over_stock = found["ours over stock, batch 1, 87 % reuse"]
+    over_stock = found["ours over stock, batch 1, 87 % reuse, lower 95 % bound"]
     assert 2.0 <= over_stock.value < 2.4 and not over_stock.met
-    assert found["ours over stock, batch 8, 87 % reuse"].met
-    assert found["ours over ngram, batch 8, 87 % reuse"].value == pytest.approx(over_stock.value * 10 / 12)
-    assert found["ours over stock, batch 8, random history"].met
-    assert not found["ours over stock, batch 8, random history, product's sampler for both"].met
+    assert found["ours over stock, batch 8, 87 % reuse, lower 95 % bound"].met
+    over_ngram = found["ours over ngram, batch 8, 87 % reuse, lower 95 % bound"]
+    assert over_ngram.value == pytest.approx(over_stock.value * 10 / 12)
+    assert found["ours over stock, batch 8, random history, lower 95 % bound"].met
+    assert not found["ours over stock, batch 8, random history, product's sampler for both, lower 95 % bound"].met
     assert goals([one for one in rows if one["repeat"] < 4], ("stock", "ngram", "ours"), (1, 8)) == []
 
 

@@ -12,6 +12,7 @@ from history.store.traces import Trace, write_traces
 BOUND = "tokens per CPU second over the best other's, stock included, temperature"
 OVER_OTHERS = f"warm start: {BOUND} 1, lower 95 % bound"
 GREEDY = f"warm start: {BOUND} 0, lower 95 % bound"
+OVER_SUFFIX = "warm start: tokens per CPU second over suffix's, temperature 0, lower 95 % bound"
 CHANGED = "warm start: greedy responses that drafts changed"
 
 
@@ -41,7 +42,7 @@ def goals(of: list[Row]) -> dict[str, float]:
 
 def test_the_best_peer_at_the_same_temperature_counts() -> None:
     found = {goal.name: goal for goal in trained_goals(rows(ours=2.7))}
-    assert set(found) == {OVER_OTHERS, GREEDY, CHANGED}
+    assert set(found) == {OVER_OTHERS, GREEDY, OVER_SUFFIX, CHANGED}
     assert found[OVER_OTHERS].value == pytest.approx(1.5) and found[OVER_OTHERS].met
     assert found[GREEDY].value == pytest.approx(1.5)
     assert not {goal.name: goal for goal in trained_goals(rows(ours=1.7))}[OVER_OTHERS].met
@@ -61,11 +62,22 @@ def test_the_best_other_method_is_chosen_once_for_all_samples() -> None:
     assert goals(changed)[OVER_OTHERS] == pytest.approx(1.5)
 
 
+def test_greedy_samples_have_a_goal_against_suffix_even_if_another_method_is_faster() -> None:
+    """Stock is four times as fast as suffix when it is greedy."""
+    found = [row for sample in range(3) for row in rows(ours=2.7, sample=sample)]
+    greedy_stock = {"method": "stock", "temperature": 0.0}
+    changed = goals([{**row, "cpu_s": 100 / 14.4} if greedy_stock.items() <= row.items() else row for row in found])
+    assert changed[OVER_SUFFIX] == pytest.approx(1.5)
+    assert changed[GREEDY] == pytest.approx(5.4 / 14.4)
+    without = [row for row in found if row["method"] != "suffix"]
+    assert OVER_SUFFIX not in goals(without)
+
+
 def test_every_checkpoint_and_sampler_has_its_own_goals() -> None:
     final = [{**row, "history": "final policy"} for row in rows(ours=3.6, num_differing=3) if "temperature" in row]
     other = [{**row, "sampler": "product"} for row in rows(ours=0.9) if "temperature" in row]
     found = goals([*rows(ours=2.7), *final, *other])
-    assert len(found) == 9
+    assert len(found) == 12
     assert found[OVER_OTHERS.replace("warm start", "final policy")] == pytest.approx(2.0)
     assert found[CHANGED.replace("warm start", "final policy")] == pytest.approx(0.03)
     assert found[OVER_OTHERS.replace(", lower", ", product's sampler for both, lower")] == pytest.approx(0.5)
