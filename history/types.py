@@ -60,6 +60,16 @@ class HistoryPlaces:
     """Nodes with a reader."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Epoch:
+    """Prompts of which each returns once in an epoch: those of a data set."""
+
+    prompt_keys: npt.NDArray[np.int64]
+    """[P]"""
+    num_steps: int
+    """Steps of an epoch, rounded up."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentOrder:
     """The keys of all prompts whose segments a reader publishes; it removes all others."""

@@ -21,7 +21,7 @@ from history.index.segments_dir import claim, sweep_segments
 from history.store.prompt_store import PromptStore, Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import SnapshotFile, SnapshotWriter
-from history.types import ActorProcess, PastResponse, SegmentOrder
+from history.types import ActorProcess, Epoch, PastResponse, SegmentOrder
 
 FETCH_TIMEOUT_S = 60.0
 _PROMPTS_PER_FETCH = 64
@@ -88,6 +88,7 @@ class Shard:
         from history.lengths.reuse import reusable_share
 
         _write_stacks_on_signal()
+        self._number, self._num_shards = number, num_shards
         self._is_filled = False
         self._store = PromptStore(budget_bytes=budget_bytes, kept_steps=kept_steps, reuse_share=reusable_share)
         self._writer = SnapshotWriter(number, num_shards)
@@ -97,6 +98,16 @@ class Shard:
     def mark_filled(self) -> None:
         """Mark the shard as filled: all its responses have been sent."""
         self._is_filled = True
+
+    def note_epochs(self, epochs: Sequence[Epoch]) -> None:
+        """Learn the length of the epochs of the run's data sets, of all shards' prompts."""
+        self._store.note_epochs(
+            {
+                key: epoch.num_steps
+                for epoch in epochs
+                for key in epoch.prompt_keys[epoch.prompt_keys % self._num_shards == self._number].tolist()
+            }
+        )
 
     def append(self, batch: ResponseBatch) -> None:
         """Store finished responses."""
@@ -136,12 +147,17 @@ class Shard:
         )
 
     def _measure(self) -> None:
-        self._measuring.append(self._thread.submit(self._store.measure_returns))
+        """Have the returned prompts measured; a measurement that has not begun yet will measure them, too."""
+        newest = self._measuring[-1] if self._measuring else None
+        if newest is None or newest.running() or newest.done():
+            self._measuring.append(self._thread.submit(self._store.measure_returns))
 
     def _check_measured(self) -> None:
         """Raise the error of a measurement that has failed since the last report."""
-        ended = [measured for measured in self._measuring if measured.done()]
-        self._measuring = [measured for measured in self._measuring if measured not in ended]
+        ended, running = list[Future[None]](), list[Future[None]]()
+        for measured in self._measuring:
+            (ended if measured.done() else running).append(measured)
+        self._measuring = running
         for measured in ended:
             measured.result()
 

@@ -4,16 +4,15 @@ A visit holds the responses of one prompt in one step. Responses arrive in any o
 replaces the earlier one of the same step and sample. A visit is *complete* when all its rewards and responses have
 arrived. Only a complete visit replaces older ones, because half a visit drafts worse than the visit before.
 
-The rewards of an evaluation's visit are all NaN. It replaces older ones like any other, but neither counts as a return
-nor tells the length of an epoch: evaluations come back far sooner than a training prompt does.
+The rewards of an evaluation's visit are all NaN. It replaces older ones like any other, but does not count as a return.
 
 Above the budget the store evicts the prompts of least value. A prompt's value per byte is the expected saving of its
 next visit over the expected wait. The saving is proportional to tokens times the share that the next visit repeats, and
 tokens cancel against bytes. The share is measured at the prompt's last return; before, the mean of all prompts is used.
 `measure_returns` measures it without the lock: comparing two visits takes longer than storing hundreds of them.
 
-Mutating: `append`, `note_rewards`, `restore`, `measure_returns`, `drain_returns`. All methods may be called from any
-thread.
+Mutating: `note_epochs`, `append`, `note_rewards`, `restore`, `measure_returns`, `drain_returns`. All methods may be
+called from any thread.
 
 Invariants, asserted by `check_integrity`: the byte count is the sum over all visits and at most the budget; a prompt
 has at most `kept_steps` + 1 visits with ascending steps; arrays are read-only copies.
@@ -21,7 +20,8 @@ has at most `kept_steps` + 1 visits with ascending steps; arrays are read-only c
 `expected_wait` estimates the steps until a prompt returns from the steps since its last visit. Each epoch is shuffled
 anew, so the interval between two visits is the sum of two uniform numbers: triangular on [0, 2E] for epochs of E steps.
 Prompts seen long ago therefore return *soon*. Beyond two epochs they never return. A least-recently-used cache assumes
-the opposite and would evict exactly the prompts that return next.
+the opposite and would evict exactly the prompts that return next. The length of an epoch is that of the prompt's data
+set (`note_epochs`). Intervals between visits do not tell it: a prompt that is put back returns in the next step.
 """
 
 import itertools
@@ -38,16 +38,16 @@ import numpy.typing as npt
 from history.types import PastResponse
 
 
-def expected_wait(ages: npt.NDArray[np.float64], epoch: float) -> npt.NDArray[np.float64]:
+def expected_wait(ages: npt.NDArray[np.float64], epochs: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Mean steps until prompts return that were last seen `ages` steps ago, [P]; inf beyond two epochs.
 
-    This is the mean residual of the triangular distribution on [0, 2 * `epoch`]. `epoch` is positive, in steps.
+    This is the mean residual of the triangular distribution on [0, 2 * epoch]. `epochs` are positive, in steps, [P].
     """
-    x = np.clip(ages / epoch, 0.0, 2.0)
+    x = np.clip(ages / epochs, 0.0, 2.0)
     early = ((1 - x) - (1 - x**3) / 6 + 1 / 6) / np.maximum(1 - x**2 / 2, 0.5)
     late = (2 - x) / 3
-    waits: npt.NDArray[np.float64] = np.where(x < 1, early, late) * epoch
-    return np.where(ages > 2 * epoch, np.inf, waits)
+    waits: npt.NDArray[np.float64] = np.where(x < 1, early, late) * epochs
+    return np.where(ages > 2 * epochs, np.inf, waits)
 
 
 RESPONSE_BYTES = 256
@@ -167,9 +167,19 @@ class PromptStore:
         self._stamps = itertools.count(time.time_ns())  # differs from the stamps of an earlier process
         self._first_step: int | None = None
         self._last_step = -1
-        self._longest_interval = self._num_measured = 0
+        self._epochs: dict[int, int] = {}
+        self._longest_epoch = self._num_measured = 0
         self._returns: deque[Return] = deque(maxlen=_NOTED_RETURNS)
         self._unmeasured: deque[_Unmeasured] = deque()
+
+    def note_epochs(self, epochs: Mapping[int, int]) -> None:
+        """Learn the steps of an epoch of each prompt's data set, by prompt key; they are positive.
+
+        For other prompts, as those of evaluations, the longest of them is assumed.
+        """
+        with self._lock:
+            self._epochs = dict(epochs)
+            self._longest_epoch = max(self._epochs.values(), default=0)
 
     def append(self, prompt_key: int, responses: Iterable[PastResponse]) -> None:
         """Store finished responses, except empty ones; copies their tokens."""
@@ -199,7 +209,6 @@ class PromptStore:
             for sample, response in visit.responses.items():
                 if sample < len(visit.rewards):
                     visit.responses[sample] = replace(response, reward=visit.rewards[sample])
-            self._note_interval(past, visit)
             self._finish_visit(past, visit)
             self._changed(prompt_key, past)
 
@@ -212,7 +221,6 @@ class PromptStore:
             for visit in past.visits:
                 visit.rewards = tuple(response.reward for response in visit.ordered())
                 visit.is_finished = True
-                self._note_interval(past, visit)
             self._forget(prompt_key)
             if past.visits:
                 self._prompts[prompt_key] = past
@@ -300,12 +308,6 @@ class PromptStore:
         self._last_step = max(self._last_step, step)
         return visit
 
-    def _note_interval(self, past: _Past, visit: _Visit) -> None:
-        """Learn the length of an epoch from two visits with rewards; those with steps below 0 are another run's."""
-        earlier = [v.step for v in past.visits if 0 <= v.step < visit.step and v.is_rewarded]
-        if earlier and visit.is_rewarded:
-            self._longest_interval = max(self._longest_interval, visit.step - earlier[-1])
-
     def _finish_visit(self, past: _Past, visit: _Visit) -> None:
         """If `visit` is the newest visit and has become complete, drop the visits it replaces, and record a return."""
         if visit.is_finished or not visit.is_complete or visit is not past.visits[-1]:
@@ -357,16 +359,13 @@ class PromptStore:
         reuse = np.array([past.reuse for past in pasts], dtype=np.float64)
         measured = reuse[~np.isnan(reuse)]
         reuse[np.isnan(reuse)] = measured.mean() if len(measured) else _PRIOR_REUSE
-        ages = np.array([self._last_step - past.visits[-1].step for past in pasts], dtype=np.float64)
-        waits = expected_wait(ages, self._epoch_steps())
-        values: npt.NDArray[np.float64] = reuse / np.maximum(waits, 1.0)
+        epochs = self._epoch_steps(prompt_keys)
+        # another run's visits, with steps below 0, are at most an epoch old: all prompts come in this run's first one
+        steps = np.maximum([past.visits[-1].step for past in pasts], -epochs)
+        values: npt.NDArray[np.float64] = reuse / np.maximum(expected_wait(self._last_step - steps, epochs), 1.0)
         return values
 
-    def _epoch_steps(self) -> float:
-        """Length of an epoch: the longest interval of training prompts, or the whole time before the first return.
-
-        The estimate may be twice too long, on purpose. A mean of intervals is far too short at the start of an epoch
-        and would evict the prompts that are about to return.
-        """
-        span = self._last_step - (self._first_step or 0)
-        return float(max(self._longest_interval or span, 1))
+    def _epoch_steps(self, prompt_keys: Sequence[int]) -> npt.NDArray[np.float64]:
+        """Steps of an epoch of each prompt, [P]: as noted, or else the longest. If none is known, the whole time."""
+        span = max(self._last_step - (self._first_step or 0), 1)
+        return np.array([self._epochs.get(key, self._longest_epoch or span) for key in prompt_keys], dtype=np.float64)

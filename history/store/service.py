@@ -4,14 +4,14 @@ The controller holds a `HistoryService`. It sends calls to the shards and reader
 their results once a step.
 
 Ray restarts an actor that dies, under the same handle and empty. The next `report` detects the restart and logs it. It
-refills a shard from the newest snapshot, or repeats the last order of a reader. Lost calls are counted and cost drafts,
-never responses: sampling does not wait for the history.
+refills a shard from the newest snapshot and repeats the last orders of all readers, or repeats that of a reader. Lost
+calls are counted and cost drafts, never responses: sampling does not wait for the history.
 """
 
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from history.store.actors import HistoryReader, HistoryShard, ReaderReport, Shar
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import Manifest, check_snapshot, write_manifest
-from history.types import ActorProcess, HistoryPlaces, SegmentOrder, folder_of_node
+from history.types import ActorProcess, Epoch, HistoryPlaces, SegmentOrder, folder_of_node
 
 REPORT_TIMEOUT_S = 5.0
 """Longest wait of a step for an actor's report; afterwards the step uses the previous report."""
@@ -85,7 +85,10 @@ class _Actor:
 
 
 class HistoryService:
-    """All shards and readers of a run. Every method returns at once, except `restore`, `report`, `save` and `close`."""
+    """All shards and readers of a run.
+
+    Every method returns at once, except `append_all`, `restore`, `report`, `save` and `close`.
+    """
 
     def __init__(
         self,
@@ -118,6 +121,9 @@ class HistoryService:
         """Calls whose results are not checked yet. Other threads may add to it, so it stays the same object."""
         self._orders: dict[str, SegmentOrder] = {}
         """Newest order of each node with a reader."""
+        self._fulfilled: dict[str, SegmentOrder | None] = {}
+        """By node, the order that its reader has carried out without a failure, as its last report shows."""
+        self._epochs: tuple[Epoch, ...] = ()
         self._newest = ""
         self._num_lost_calls = self._num_left_out = 0
         self._num_readers = 0
@@ -126,11 +132,24 @@ class HistoryService:
         """Nodes that ever had a reader."""
         self.move_readers(nodes)
 
-    def append(self, batch: ResponseBatch) -> None:
-        """Store responses that come from no engine of this run."""
-        for shard, part in zip(self.shards, batch.split(len(self.shards)), strict=True):
-            if len(part):
-                self._pending.append(shard.append.remote(part))
+    def note_epochs(self, epochs: Sequence[Epoch]) -> None:
+        """Tell the shards how long the epochs of the run's data sets are; a restarted shard is told again."""
+        self._epochs = tuple(epochs)
+        self._pending += [shard.note_epochs.remote(self._epochs) for shard in self.shards]
+
+    def append_all(self, batches: Iterable[ResponseBatch]) -> None:
+        """Store responses that come from no engine of this run.
+
+        A batch is sent when the shards have stored the one before. If they do not in time, the rest is left out.
+        """
+        sent: list[ray.ObjectRef] = []
+        for batch in batches:
+            if sent and ray.wait(sent, num_returns=len(sent), timeout=HANG_S)[1]:
+                self._record_loss(f"a history shard has stored nothing for {HANG_S:.0f} s; what follows is left out")
+                return
+            parts = zip(self.shards, batch.split(len(self.shards)), strict=True)
+            sent = [shard.append.remote(part) for shard, part in parts if len(part)]
+            self._pending += sent
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -140,11 +159,12 @@ class HistoryService:
     def publish_segments(self, orders: Mapping[str, SegmentOrder]) -> None:
         """Publish the segments of these orders, by node, and remove all others.
 
-        A reader whose segments stay as they are gets no call.
+        A reader whose segments stay as they are gets no call, unless some of them may be missing.
         """
         for node, reader in self._readers.items():
             before, after = self._orders.get(node), orders.get(node, SegmentOrder())
-            if before is not None and not after.fresh and frozenset(after.kept) == before.keys:
+            stays = before is not None and not after.fresh and frozenset(after.kept) == before.keys
+            if stays and self._fulfilled.get(node) is before:
                 continue
             self._orders[node] = after
             self._pending.append(reader.publish.remote(after, self.shards))
@@ -163,6 +183,7 @@ class HistoryService:
         for node in self._readers.keys() - set(nodes):
             handle = self._readers.pop(node)
             self._orders.pop(node, None)
+            self._fulfilled.pop(node, None)
             self._actors = [actor for actor in self._actors if actor.handle is not handle]
             ray.kill(handle, no_restart=True)
         for node in nodes:
@@ -196,9 +217,12 @@ class HistoryService:
     def report(self) -> ServiceReport:
         """Return the current state, and refill the actors that were restarted since the last report."""
         self._count_lost_calls()
+        orders = dict(self._orders)  # another thread may replace one after the reader was asked
         calls = {actor.handle.report.remote(): actor for actor in self._actors}
         ray.wait(list(calls), num_returns=len(calls), timeout=REPORT_TIMEOUT_S)
-        received = [report for ref, actor in calls.items() if (report := self._receive(ref, actor)) is not None]
+        received = [report for ref, actor in calls.items() if (report := self._receive(ref, actor, orders)) is not None]
+        if any(isinstance(report, ShardReport) and not report.is_filled for report in received):
+            self._repeat_orders()
         shards = [actor.last for actor in self._actors if isinstance(actor.last, ShardReport)]
         readers = [actor.last for actor in self._actors if isinstance(actor.last, ReaderReport)]
         return ServiceReport(
@@ -269,8 +293,10 @@ class HistoryService:
         if faults:
             self._record_loss(f"{len(faults)} call(s) to the history were lost ({faults[0]})", count=len(faults))
 
-    def _receive(self, ref: ray.ObjectRef, actor: _Actor) -> ShardReport | ReaderReport | None:
-        """Return the report if it arrived in time; refill a restarted actor."""
+    def _receive(
+        self, ref: ray.ObjectRef, actor: _Actor, orders: Mapping[str, SegmentOrder]
+    ) -> ShardReport | ReaderReport | None:
+        """Return the report if it arrived in time; refill a restarted actor. `orders`: those before it was asked."""
         try:
             report: ShardReport | ReaderReport = ray.get(ref, timeout=0)
         except ray.exceptions.GetTimeoutError:
@@ -279,11 +305,21 @@ class HistoryService:
         except ray.exceptions.RayError as error:
             self._record_loss(f"{actor.name} does not answer ({_line(error)})")
             return None
+        if isinstance(report, ReaderReport):
+            num_failures = actor.last.num_failures if isinstance(actor.last, ReaderReport) else 0
+            is_fulfilled = report.is_filled and report.num_failures <= num_failures
+            self._fulfilled[actor.node] = orders.get(actor.node) if is_fulfilled else None
         actor.last, actor.silent_since = report, None
         if not report.is_filled:
             self._record_loss(f"{actor.name} died and was restarted")
             self._refill(actor)
         return report
+
+    def _repeat_orders(self) -> None:
+        """Have the segments built that are missing because a shard was empty when they were ordered."""
+        self._fulfilled.clear()
+        for node, reader in self._readers.items():
+            self._pending.append(reader.publish.remote(self._orders.get(node, SegmentOrder()), self.shards))
 
     def _note_left_out(self, num_left_out: int) -> int:
         """Log the first segments that were left out, and return their number."""
@@ -315,8 +351,10 @@ class HistoryService:
         if isinstance(actor.last, ReaderReport):
             order = self._orders.get(actor.node, SegmentOrder())
             self._pending.append(actor.handle.publish.remote(order, self.shards))
-        elif self._newest:
-            self._pending.append(actor.handle.restore.remote(self._newest, False, None))
+        else:
+            self._pending.append(actor.handle.note_epochs.remote(self._epochs))
+            if self._newest:
+                self._pending.append(actor.handle.restore.remote(self._newest, False, None))
         self._pending.append(actor.handle.mark_filled.remote())
 
     def _discard(self, folder: Path, reason: str) -> None:

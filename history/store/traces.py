@@ -7,7 +7,7 @@ is the last of its file.
 
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +48,8 @@ def write_traces(path: Path, traces: Iterable[Trace]) -> None:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
 
 
-def read_traces(path: Path) -> Iterator[Trace]:
-    """Yield the traces of one file in order.
+def read_traces(path: Path, *, only: Container[int] | None = None) -> Iterator[Trace]:
+    """Yield the traces of one file in order; `only` those on these lines, counted from 1.
 
     Raises:
         ValueError: a line is no trace, and is not an unfinished last line; names file and line.
@@ -58,6 +58,8 @@ def read_traces(path: Path) -> Iterator[Trace]:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 return
+            if only is not None and number not in only:
+                continue
             try:
                 row = json.loads(line)
                 yield Trace(

@@ -4,8 +4,11 @@ A `history.warm_start` of another tokenizer or other prompts is refused. Every o
 the run continues without it.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import numpy as np
 
 from history.config import HistoryConfig
 from history.index.segments_dir import segments_dir
@@ -13,8 +16,9 @@ from history.store.prompt_store import RESPONSE_BYTES
 from history.store.service import HistoryService
 from history.store.snapshot import OtherTokenizerError, SnapshotError
 from history.store.warm_start import is_snapshot, read_warm_start
-from history.types import prompt_key
+from history.types import Epoch, TokenIds, prompt_key
 from launcher.cluster.processes import Processes
+from launcher.commands.prompts import TrainingPrompts
 from launcher.config.schema import RunConfig
 from launcher.estimate.host_memory import segment_budget
 from launcher.estimate.lengths import MEAN_SHARE
@@ -51,6 +55,21 @@ def start_history(
     fingerprint = f"{facts.fingerprint}-{facts.vocab_size}"
     bounded = config.history.model_copy(update={"shm_bytes": segment_budget(config)})
     return running.start_history(bounded, directory=segments_dir(run_id), fingerprint=fingerprint, say=say)
+
+
+def data_epochs(config: RunConfig, training: TrainingPrompts) -> list[Epoch]:
+    """The data sets of the mixture with the steps of their epochs.
+
+    With dynamic sampling a step draws more prompts, so that epochs are shorter; the share of all data sets is the same.
+    """
+    weights = [dataset.weight for dataset in config.data.train]
+    return [
+        Epoch(
+            prompt_keys=np.array([prompt_key(prompt.prompt_id) for prompt in file.prompts], dtype=np.int64),
+            num_steps=math.ceil(len(file.prompts) * sum(weights) / (weight * config.algorithm.prompts_per_step)),
+        )
+        for file, weight in zip(training.files, weights, strict=True)
+    ]
 
 
 def small_budget(config: RunConfig, num_prompts: int) -> str:
@@ -90,7 +109,7 @@ def fill_history(
     if snapshot:
         _restore(service, Path(snapshot), say)
     elif config.warm_start:
-        _warm_start(service, Path(config.warm_start), prompts, say)
+        _warm_start(service, config, prompts, say)
 
 
 def _restore(service: HistoryService, folder: Path, say: Say) -> None:
@@ -100,10 +119,11 @@ def _restore(service: HistoryService, folder: Path, say: Say) -> None:
         say(f"the run continues without its history: {error}")
 
 
-def _warm_start(service: HistoryService, path: Path, prompts: Mapping[PromptId, Prompt], say: Say) -> None:
+def _warm_start(service: HistoryService, config: HistoryConfig, prompts: Mapping[PromptId, Prompt], say: Say) -> None:
+    path = Path(config.warm_start)
     if not is_snapshot(path):
-        for batch in read_warm_start(path, {name: prompt.token_ids for name, prompt in prompts.items()}):
-            service.append(batch)
+        token_ids: dict[str, TokenIds] = {name: prompt.token_ids for name, prompt in prompts.items()}
+        service.append_all(read_warm_start(path, token_ids, budget_bytes=config.budget_bytes, say=say))
         return
     try:
         service.warm_start(path, {prompt_key(name) for name in prompts})

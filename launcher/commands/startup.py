@@ -6,7 +6,7 @@ from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
 from launcher.cluster.text_processes import TextProcesses
-from launcher.commands.history import fill_history, small_budget, start_history
+from launcher.commands.history import data_epochs, fill_history, small_budget, start_history
 from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts, training_order
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import engine_specs, trainer_spec
@@ -62,6 +62,7 @@ def read_inputs(
         if history is not None:
             evaluated = {prompt.prompt_id: prompt for prompts in evaluation.values() for prompt in prompts}
             prompts = {**evaluated, **training.by_id()}
+            history.note_epochs(data_epochs(config, training))
             fill_history(history, config.history, prompts, snapshot=resume.history, say=progress.say)
     for line in (*training.lines(), small_budget(config, len(training.by_id()))):
         if line:

@@ -65,6 +65,8 @@ class EngineActor:
         """
         columns_so_far = joined(parts_so_far) if parts_so_far else None
         result, columns = await self._engine.generate_group(group, summary, columns_so_far)
+        if self._history_sender is not None:
+            self._history_sender.end(group)
         parts = split(columns)
         return (result, *parts, *[None] * (most_parts(group) - len(parts)))
 

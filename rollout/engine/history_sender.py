@@ -1,17 +1,17 @@
 """Sends an engine's finished responses to the shards that own their prompts, outside the decode path.
 
-Responses are collected for up to `DELAY_S`, or until a group is finished, and leave as one object per shard. No caller
-waits for their arrival: batches to a dead shard are counted and dropped.
+Responses are collected for up to `DELAY_S`, or until the engine returns a group, and leave as one object per shard. No
+caller waits for their arrival: batches to a dead shard are counted and dropped.
 
 Rewards of training groups come from the controller, which completes their visits. Those of an evaluation are not kept,
-so the sender says that none will come.
+so the sender says that none will come. A group that moves between engines is returned by each; the visit is complete
+when all its responses have arrived.
 
 Invariant: every call returns at once; a response is sent at most once.
 """
 
 import asyncio
 import math
-from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 
@@ -19,7 +19,7 @@ import ray
 
 from history.store.response_batch import ResponseBatch
 from history.types import PastResponse, prompt_key
-from rollout.types import TRAIN, FinishReason, GroupId, PromptGroup, TokenIds
+from rollout.types import TRAIN, FinishReason, PromptGroup, TokenIds
 
 DELAY_S = 0.2
 """Longest time for which a finished response waits for others."""
@@ -32,7 +32,6 @@ class HistorySender:
         """`shards` are `history.store.actors.HistoryShard` handles, in shard order."""
         self._shards = tuple(shards)
         self._entries: list[tuple[int, PastResponse]] = []
-        self._ended: Counter[GroupId] = Counter()
         self._timer: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self.num_lost_calls = 0
@@ -40,17 +39,18 @@ class HistorySender:
 
     def put(self, group: PromptGroup, sample: int, response_ids: TokenIds, reason: FinishReason) -> None:
         """Queue a response that has ended; an aborted response is incomplete and is not sent."""
-        if reason is not FinishReason.ABORT:
-            response = PastResponse(token_ids=response_ids, step=group.step, sample=group.first_in_visit + sample)
-            self._entries.append((prompt_key(group.prompt.prompt_id), response))
-        self._ended[group.group_id] += 1
-        if self._ended[group.group_id] == len(group.seeds):
-            del self._ended[group.group_id]
-            self.flush()
-            if group.purpose != TRAIN:
-                self._end_visit(group)
-        elif self._timer is None:
+        if reason is FinishReason.ABORT:
+            return
+        response = PastResponse(token_ids=response_ids, step=group.step, sample=group.first_in_visit + sample)
+        self._entries.append((prompt_key(group.prompt.prompt_id), response))
+        if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(DELAY_S, self.flush)
+
+    def end(self, group: PromptGroup) -> None:
+        """The engine returns a group, of which another engine may have sampled a part, or may continue one."""
+        self.flush()
+        if group.purpose != TRAIN:
+            self._end_visit(group)
 
     def flush(self) -> None:
         """Send all queued responses."""

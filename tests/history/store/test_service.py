@@ -62,7 +62,7 @@ def started(log_lines):
 
 
 def remember(service: HistoryService, step: int, keys=KEYS) -> None:
-    service.append(ResponseBatch.of((key, one) for key in keys for one in visit(key, step)))
+    service.append_all([ResponseBatch.of((key, one) for key in keys for one in visit(key, step))])
 
 
 def until(condition) -> None:

@@ -23,6 +23,13 @@ def test_traces_are_read_in_the_order_they_were_appended(tmp_path: Path) -> None
     assert found[2].response_ids.dtype == np.int32
 
 
+def test_chosen_lines_are_read_alone(tmp_path: Path) -> None:
+    path = tmp_path / "step-0.jsonl"
+    write_traces(path, [trace(0, sample) for sample in range(4)])
+    path.write_text("another line\n" + path.read_text())
+    assert [one.sample for one in read_traces(path, only={2, 5, 9})] == [0, 3]
+
+
 def test_an_unfinished_last_line_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "step-0.jsonl"
     write_traces(path, [trace(0, 0), trace(0, 1)])

@@ -1,5 +1,8 @@
 """Drafting engines of a run, and its initial history."""
 
+from collections import defaultdict
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -8,8 +11,11 @@ import pytest
 from history.store.prompt_store import RESPONSE_BYTES
 from history.store.snapshot import OtherTokenizerError, SnapshotError
 from history.store.traces import Trace, write_traces
-from launcher.commands.history import draft_spec, fill_history, small_budget, start_history
+from history.types import prompt_key
+from launcher.commands.history import data_epochs, draft_spec, fill_history, small_budget, start_history
+from launcher.commands.prompts import TrainingPrompts, training_order
 from launcher.config.schema import RunConfig
+from rollout.data.prompts import LoadedPrompts
 from rollout.data.tokenizer import TokenizerFacts
 from rollout.types import Prompt, PromptId
 
@@ -40,8 +46,9 @@ class StandIn:
     def warm_start(self, folder, only):
         self._call("warm_start", folder)
 
-    def append(self, batch):
-        self._call("append", len(batch))
+    def append_all(self, batches):
+        for batch in batches:
+            self._call("append", len(batch))
 
     def _call(self, what, value):
         self.calls.append((what, value))
@@ -118,6 +125,44 @@ def test_traces_are_accepted_as_warm_start(tmp_path):
     stand = StandIn()
     start(stand, run_config(history={"warm_start": str(tmp_path)}))
     assert stand.calls == [("start", "abc-50"), ("append", 1)]
+
+
+def test_traces_beyond_the_budget_are_left_out_and_that_is_said(tmp_path):
+    ids = np.arange(100, dtype=np.int32)
+    trace = Trace(step=3, prompt_id="math/0", sample=0, prompt_ids=PROMPT.token_ids, response_ids=ids, reward=1.0)
+    write_traces(tmp_path / "step-3.jsonl", [trace])
+    stand = StandIn()
+    _, said = start(stand, run_config(history={"warm_start": str(tmp_path), "budget_bytes": 400 + RESPONSE_BYTES - 1}))
+    assert stand.calls == [("start", "abc-50")]
+    assert "holds the newest 0 prompts" in said[0]
+
+
+def test_the_epoch_of_each_data_set_is_the_time_in_which_the_order_repeats_it() -> None:
+    """Against the order itself: two sets of different size, the larger one drawn three times as often."""
+    sizes, weights, per_step = {"few": 40, "many": 900}, [1.0, 3.0], 8
+    files = tuple(
+        LoadedPrompts(
+            name=name,
+            prompts=tuple(replace(PROMPT, prompt_id=PromptId(f"{name}/{row}")) for row in range(size)),
+            num_dropped=0,
+            num_truncated=0,
+        )
+        for name, size in sizes.items()
+    )
+    sets = [{"path": f"{name}.jsonl", "weight": weight} for name, weight in zip(sizes, weights, strict=True)]
+    config = run_config(data={"train": sets}, algorithm={"prompts_per_step": per_step})
+    training = TrainingPrompts(files=files)
+    few, many = data_epochs(config, training)
+    assert (few.num_steps, many.num_steps) == (20, 150)
+    assert few.prompt_keys.tolist() == [prompt_key(f"few/{row}") for row in range(40)]
+    visits: defaultdict[str, list[int]] = defaultdict(list)
+    for place, draw in enumerate(training_order(training, config.data, seed=1, state=None).take(8 * 150 * per_step)):
+        visits[draw.prompt_id].append(place // per_step)
+    for epoch, name in ((few, "few"), (many, "many")):
+        own = [steps for prompt_id, steps in visits.items() if prompt_id.startswith(name)]
+        waits = [after - before for steps in own for before, after in pairwise(steps)]
+        assert max(waits) <= 2 * epoch.num_steps
+        assert np.mean(waits) == pytest.approx(epoch.num_steps, rel=0.1)
 
 
 def test_a_budget_that_cannot_hold_an_epoch_is_named_with_the_one_that_can() -> None:

@@ -57,6 +57,22 @@ def test_a_resume_with_an_edited_prompt_is_refused_before_anything_else_starts(
     assert started == ["history"]
 
 
+def test_the_history_knows_the_epochs_before_it_is_filled(
+    write_config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load(RunConfig, write_config(""), ["algorithm.prompts_per_step=2"])
+    checked = SimpleNamespace(config=config, placement=SimpleNamespace(scorers=()))
+    running = SimpleNamespace(start_text_processes=lambda *given: SimpleNamespace(text_actor=None, tokenizer=None))
+    calls: list[object] = []
+    service = SimpleNamespace(note_epochs=lambda epochs: calls.append([epoch.num_steps for epoch in epochs]))
+    monkeypatch.setattr(startup, "load_training_prompts", lambda *given, **named: prompts(1, 2, 3))
+    monkeypatch.setattr(startup, "load_evaluation_prompts", lambda *given: {})
+    monkeypatch.setattr(startup, "start_history", lambda *given, **named: service)
+    monkeypatch.setattr(startup, "fill_history", lambda *given, **named: calls.append("fill"))
+    assert startup.read_inputs(checked, running, ResumePoint(), "run", RunProgress(3)).history is service
+    assert calls == [[2], "fill"]
+
+
 def test_prompts_that_share_ids_are_refused_as_input(
     write_config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import ray
 
-from history.types import prompt_key
+from history.store.prompt_store import PromptStore
+from history.types import PastResponse, prompt_key
 from rollout.engine import history_sender
 from rollout.engine.history_sender import HistorySender
 from rollout.types import TRAIN, FinishReason, GroupId, PromptId
@@ -66,7 +67,7 @@ def run(body) -> None:
     asyncio.run(whole())
 
 
-def test_a_group_is_sent_as_one_batch_when_its_last_response_ends():
+def test_a_group_is_sent_as_one_batch_when_the_engine_returns_it():
     shard = Shard()
 
     async def body():
@@ -75,6 +76,7 @@ def test_a_group_is_sent_as_one_batch_when_its_last_response_ends():
             sender.put(group(1), sample, IDS, FinishReason.STOP)
         assert shard.batches == []
         sender.put(group(1), 1, IDS, FinishReason.LENGTH)
+        sender.end(group(1))
         await asyncio.sleep(0)
         assert len(shard.batches) == 1
 
@@ -108,6 +110,8 @@ def test_two_groups_of_a_prompt_in_one_step_send_responses_of_different_numbers(
         for sample in range(4):
             sender.put(group(1), sample, IDS, FinishReason.STOP)
             sender.put(again, sample, IDS, FinishReason.STOP)
+        sender.end(group(1))
+        sender.end(again)
 
     run(body)
     assert sorted(shard.held()) == [(prompt_key("math/1"), 7, sample) for sample in range(8)]
@@ -121,6 +125,7 @@ def test_only_the_shard_of_an_evaluation_is_told_that_no_rewards_come_after_its_
         sender = HistorySender(shards)
         for sample in range(3):
             sender.put(replace(group(1, 3), purpose=purpose), sample, IDS, FinishReason.STOP)
+        sender.end(replace(group(1, 3), purpose=purpose))
 
     run(body)
     key = prompt_key("math/1")
@@ -128,13 +133,42 @@ def test_only_the_shard_of_an_evaluation_is_told_that_no_rewards_come_after_its_
     assert shards[key % 2].rewards == noted and shards[1 - key % 2].rewards == []
 
 
-def test_aborted_responses_are_not_sent_but_complete_their_group():
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_an_evaluations_group_that_moved_between_engines_is_complete_with_its_last_response(order):
+    """The first engine ends five of eight responses; the messages of either may come first."""
+    moved, key = replace(group(1, 8), purpose="math"), prompt_key("math/1")
+    shards = [Shard(), Shard()]
+
+    async def body():
+        first, second = (HistorySender([shard]) for shard in shards)
+        for sample in range(8):
+            first.put(moved, sample, IDS, FinishReason.STOP if sample < 5 else FinishReason.ABORT)
+        first.end(moved)
+        for sample in range(5, 8):
+            second.put(moved, sample, IDS, FinishReason.STOP)
+        second.end(moved)
+
+    run(body)
+    store = PromptStore(budget_bytes=1 << 20, kept_steps=1, reuse_share=lambda before, now: 0.0)
+    store.append(key, [PastResponse(token_ids=IDS, step=3, sample=sample) for sample in range(8)])
+    store.note_rewards(key, 3, [math.nan] * 8)
+    for shard in (shards[number] for number in order):
+        for batch in shard.batches:
+            store.append(key, [response for _, response in batch.entries()])
+        for _, step, rewards in shard.rewards:
+            store.note_rewards(key, step, rewards[key])
+    found = [(response.step, response.sample) for response in store.fetch([key])[key][1]]
+    assert found == [(7, sample) for sample in range(8)], "it has not replaced the visit before"
+
+
+def test_aborted_responses_are_not_sent():
     shard = Shard()
 
     async def body():
         sender = HistorySender([shard])
         sender.put(group(1, 2), 0, IDS, FinishReason.STOP)
         sender.put(group(1, 2), 1, IDS, FinishReason.ABORT)
+        sender.end(group(1, 2))
 
     run(body)
     assert shard.held() == [(prompt_key("math/1"), 7, 0)]
@@ -148,6 +182,7 @@ def test_every_prompt_is_sent_to_the_shard_that_owns_it(num_shards):
         sender = HistorySender(shards)
         for number in range(12):
             sender.put(group(number, 1), 0, IDS, FinishReason.STOP)
+            sender.end(group(number, 1))
 
     run(body)
     assert sum(len(shard.held()) for shard in shards) == 12
@@ -163,6 +198,7 @@ def test_batches_lost_with_a_dead_shard_are_counted_and_the_living_shard_gets_it
         sender = HistorySender([dead, living])
         for number in range(12):
             sender.put(group(number, 1), 0, IDS, FinishReason.STOP)
+            sender.end(group(number, 1))
         for _ in range(5):
             await asyncio.sleep(0)
         kept.append(sender)
