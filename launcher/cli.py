@@ -204,7 +204,7 @@ def _stop(run_dir: Path) -> int:
     if now is None or now.phase == "ended":
         raise RunDirectoryError(f"`{run_dir}`: no run is under way there; `megatron-rl status` tells what it holds")
     write_request(run_dir, reason="megatron-rl stop")
-    print("the run saves a checkpoint and ends after its present phase; `megatron-rl status` shows it")
+    print("the run saves a checkpoint and ends, in a rollout at once, else after the step; see `megatron-rl status`")
     return 0
 
 

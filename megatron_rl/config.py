@@ -132,7 +132,7 @@ class TrainerConfig(Config):
     critic: CriticConfig = CriticConfig()
     """The critic; it exists only if the advantage needs values."""
     reference: ReferenceConfig = ReferenceConfig()
-    """The reference policy; it exists only if a KL coefficient is above 0."""
+    """The reference policy; it exists only if `algorithm.kl.place` is not `none`, or a function asks for it."""
     max_micro_batch_tokens: int = Field(default=8192, gt=0)
     """Most prompt and response tokens of one micro batch. A longer sample gets a micro batch of its own."""
     attention_parity_tokens: int = Field(default=0, ge=0)
@@ -191,8 +191,8 @@ class PublishConfig(Config):
     """Longest time that `drain` waits for running responses."""
     delta: bool = False
     """Send only codes that have changed since the last publish. The trainer keeps a copy of the 8-bit weights, and so
-    does every node with engines (`nccl`: every device). Not for `shm` and `cuda_ipc`, which copy nothing. On one
-    machine full publishes are faster, so there it is used only if `transport` is named."""
+    does every engine (`gloo`: in host memory; `nccl`: on its devices). Not for `shm` and `cuda_ipc`, which copy
+    nothing. On one machine full publishes are faster, so there it is used only if `transport` is named."""
     delta_full_every: int = Field(default=20, ge=0)
     """With `delta`, every n-th publish sends all weights. 0: only the first one does."""
 

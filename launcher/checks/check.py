@@ -80,7 +80,7 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources], found: Sequence
     config = fitted.config
     format = WeightFormat.of(config.engine)
     warnings = weight_format_warnings(spec, format, nodes[0]) + fp8_warnings(spec, config.trainer, format)
-    warnings += deadline_warnings(config.trainer) + store_warnings(config, fitted.placement) + argument_warnings
+    warnings += deadline_warnings(config) + store_warnings(config, fitted.placement) + argument_warnings
     return CheckedRun(
         config=config,
         spec=spec,

@@ -23,14 +23,21 @@ def deadline_problems(trainer: TrainerConfig, node: NodeResources) -> list[str]:
     return []
 
 
-def deadline_warnings(trainer: TrainerConfig) -> list[str]:
-    """Time limits without an effect."""
+def deadline_warnings(config: RunConfig) -> list[str]:
+    """Time limits without an effect, because a shorter one acts before."""
+    trainer, update_s = config.trainer, config.engine.update_timeout_s
+    warnings = []
+    if config.publish.timeout_s > update_s:
+        warnings.append(
+            f"`publish.timeout_s` = {config.publish.timeout_s:g} has no effect, because an engine gives up an update "
+            f"after `engine.update_timeout_s` = {update_s:g}; raise that too"
+        )
     if trainer.progress_timeout_s > trainer.timeout_s:
-        return [
+        warnings.append(
             f"`trainer.progress_timeout_s` = {trainer.progress_timeout_s:g} has no effect, because "
             f"`trainer.timeout_s` = {trainer.timeout_s:g} ends a call before; lower it to find a hang by its progress"
-        ]
-    return []
+        )
+    return warnings
 
 
 def warnings_of_estimate(config: RunConfig, train_s: float) -> list[str]:

@@ -76,7 +76,8 @@ def reduce_over_nodes(
         DeadlineError: the sum failed or is late; the message names the nodes that this node missed.
     """
     address, port = rendezvous
-    arguments = [str(nodes.index(node)), str(len(nodes)), address, port, str(timeout_s / 2)]
+    sum_timeout_s = timeout_s / 2  # the rest is for importing torch
+    arguments = [str(nodes.index(node)), str(len(nodes)), address, port, str(sum_timeout_s)]
     try:
         done = subprocess.run(
             [sys.executable, "-m", "rollout.transports.all_reduce", *arguments],
@@ -87,14 +88,14 @@ def reduce_over_nodes(
             check=False,
         )
     except subprocess.TimeoutExpired:
-        reason = "no result"
+        reason = f"no result after {timeout_s:.0f} s"
     else:
         lines = (done.stdout if done.returncode == 0 else done.stderr).strip().splitlines() or ["no message"]
         if done.returncode == 0:
             return lines[-1]
         reason = _with_names(next((line for line in lines if "monitoredBarrier" in line), lines[-1]), nodes)
     raise DeadlineError(
-        f"{node}: the sum over {', '.join(nodes)} has failed within {timeout_s:.0f} s: {reason}; open the network "
+        f"{node}: the sum over {', '.join(nodes)} has failed within {sum_timeout_s:.0f} s: {reason}; open the network "
         "between these nodes for all ports, or set `cluster.slurm.interface`"
     )
 

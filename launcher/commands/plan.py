@@ -7,7 +7,7 @@ arithmetic or a labelled estimate with its inputs.
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from launcher.checks.combinations import run_combinations
@@ -201,7 +201,13 @@ def assumptions(config: RunConfig, options: PlanOptions, gpus_per_node: int) -> 
 
 def _lengths(config: RunConfig, options: PlanOptions) -> Lengths:
     if options.lengths:
-        return recorded_lengths(Path(options.lengths))
+        if options.prompt_tokens or options.response_tokens:
+            raise ConfigError(
+                f"--lengths = {options.lengths} says how long prompts and responses are; leave out --prompt-tokens and "
+                "--response-tokens, or --lengths"
+            )
+        recorded = recorded_lengths(Path(options.lengths))
+        return replace(recorded, tokens_per_forward=options.tokens_per_forward or recorded.tokens_per_forward)
     longest = config.sampling.max_response_tokens
     is_stated = options.prompt_tokens and options.response_tokens
     return stated_lengths(

@@ -31,7 +31,7 @@ from launcher.run_dir.places import Places, read_places
 from rollout.evaluation import Change, EvaluationRow, changes
 
 K3_BOUND = 5e-3
-"""Largest healthy gap between sampler and trainer (docs/observability.md)."""
+"""Largest healthy gap between sampler and trainer (docs/metrics.md)."""
 PHASES = ("rollout", "train", "publish", "switch", "evaluate_before_step", "checkpoint_before_step")
 PUBLISH_STAGES = ("scales", "pack", "send", "pause", "apply", "probe")
 SAMPLES_SHOWN = 3

@@ -2,8 +2,8 @@
 
     config.yaml  environment.json  model.json  places.json  events.jsonl  evaluation.jsonl
     metrics.jsonl  metrics.abandoned.jsonl
-    samples/step-N.jsonl  traces/  logs/  logs/stacks/  checkpoints/STEP/{trainer,state.json}  checkpoints/latest
-    policy/  wandb/  report.html  timeline.json  LOCK
+    samples/step-N.jsonl  traces/  logs/  logs/stacks/  checkpoints/STEP/{trainer,history,lengths.npz,state.json}
+    checkpoints/latest  status.json  policy/  wandb/  report.html  timeline.json  LOCK
 
 Invariants: one process writes at a time (`LOCK`); `metrics.jsonl` holds each step at most once, in order; rows of steps
 that a resume repeats move to `*.abandoned.jsonl`, none is lost; `checkpoints/latest` names a complete checkpoint or

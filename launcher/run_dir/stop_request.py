@@ -1,8 +1,9 @@
 """A file that asks a run to stop: `stop.json` in the run directory.
 
-A signal would reach Ray's processes before the controller. The controller looks for the file between phases and during
-a rollout, saves a checkpoint and renames the file to `stopped.json`. After the last step the evaluation in BF16 looks
-for it. The batch script of a SLURM job writes the same file. A request from before the run's start is ignored.
+A signal would reach Ray's processes before the controller. The controller looks for the file before each step and
+during its rollout, saves a checkpoint and renames the file to `stopped.json`. After the last step the evaluation in
+BF16 looks for it. The batch script of a SLURM job writes the same file. A request from before the run's start is
+ignored.
 """
 
 import json

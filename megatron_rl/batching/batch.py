@@ -105,6 +105,8 @@ class RankMiniBatch:
 class RankBatch:
     """One step's training data of one data-parallel rank, as handles."""
 
+    data_rank: int
+    """Data-parallel rank that trains on it."""
     policy_version: int
     """At consumption."""
     mini_batches: tuple[RankMiniBatch, ...]
@@ -134,6 +136,7 @@ class TrainBatch:
         controller, would have to know each of these references.
         """
         return RankBatch(
+            data_rank=data_rank,
             policy_version=self.policy_version,
             mini_batches=tuple(
                 RankMiniBatch(

@@ -156,7 +156,15 @@ class Trainer:
         return self._position.data
 
     def train(self, batch: RankBatch, fetch: FetchColumns) -> StepResult:
-        """One step of policy learning on this rank's part. Metrics are complete on the last pipeline stage only."""
+        """One step of policy learning on this rank's part. Metrics are complete on the last pipeline stage only.
+
+        Raises:
+            RuntimeError: the part is that of another rank, so some samples would count twice and others not at all.
+        """
+        if batch.data_rank != self.data_rank:
+            raise RuntimeError(
+                f"data-parallel rank {self.data_rank} received the part of data-parallel rank {batch.data_rank}"
+            )
         every, reference = self.spec.config.reference.refresh_every, self._further.reference
         if reference is not None and every and batch.policy_version and batch.policy_version % every == 0:
             progress.mark("refresh reference")

@@ -8,7 +8,7 @@ bucket. A message contains either
 * *bitmap*: a bit for each byte, then the new values; an eighth of the payload and one byte a change,
 
 whichever is shorter, or the whole payload if neither saves an eighth. The checksum in the trailer is that of the new
-payload, so a delta on a wrong baseline is detected before anything is loaded.
+payload, so a delta on a wrong baseline is detected before its bucket is loaded.
 
 Pure byte work on the device that holds the bytes: torch, and numpy on a CPU where numpy is faster.
 

@@ -231,7 +231,8 @@ def _draw_some(
 def _pick(weights: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
     """Index at which the cumulative weight reaches the share `uniforms` of the total weight.
 
-    Sums over blocks, and over the tokens of one block, are in float64. So a token's chance is as exact as its weight.
+    Running sums over blocks, and over the tokens of one block, are in float64; the sum of a block is in float32. So a
+    token's chance is as exact as its weight.
 
     Args:
         weights: [M, B, N], float32, with at least one weight above 0 for each M.

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from launcher.checks.preflight import Check
+from rollout.failures import RewardBrokenError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +19,8 @@ class HealthCheck:
         """The line of this check."""
         try:
             value, problems = self.measure()
-        except (ValueError, OSError, ImportError) as error:  # bad input, a full or missing disk, a missing package
+        # bad input, a full or missing disk, a missing package, a reward function that cannot be imported
+        except (ValueError, OSError, ImportError, RewardBrokenError) as error:
             return Check(name=self.name, value="cannot be checked", problem=f"{type(error).__name__}: {error}")
         return Check(name=self.name, value=value, problem="; ".join(problems))
 

@@ -232,6 +232,10 @@ def test_stated_and_recorded_lengths_enter_the_estimate(
     recorded = capsys.readouterr().out
     for line in ("prompt_tokens: 300.0", "response_tokens: 4000.0", "tokens_per_forward: 1.5", "verified_tokens: 2.0"):
         assert line in recorded
+    assert plan("--lengths", str(tmp_path / "metrics.jsonl"), "--tokens-per-forward", "3") == 0
+    assert "tokens_per_forward: 3.0" in capsys.readouterr().out
+    assert plan("--lengths", str(tmp_path / "metrics.jsonl"), "--response-tokens", "400") == 2
+    assert "leave out --prompt-tokens and --response-tokens" in capsys.readouterr().err
     assert plan("--prompt-tokens", "300", "--response-tokens", "4000") == 0
     assert "lengths: stated" in capsys.readouterr().out
     for wrong, said in {

@@ -85,7 +85,7 @@ class Loop:
         world.engines = EngineGroup([Engine(world) for _ in range(3)], num_ranks=1)
         self.started, self.placed, self.batches, self.taken, self.metrics = {}, set(), [], [], []
         self.planner = planner(algorithm, state, first_step, config)
-        pool = EnginePool(
+        self.pool = EnginePool(
             world.engines,
             [world.scorer],
             seats_per_engine=SLOTS,
@@ -93,7 +93,7 @@ class Loop:
             on_start=self._begun,
         )
         run = controller(Log(), num_steps=NUM_STEPS, first_step=first_step)
-        run.planner, run.pool, run.algorithm = self.planner, pool, algorithm
+        run.planner, run.pool, run.algorithm = self.planner, self.pool, algorithm
         run.history = StandIn(
             prefetch=lambda running, upcoming: None,
             place=lambda homes: self.placed.update(self._prompts(homes)),
@@ -195,6 +195,15 @@ def test_a_run_that_stops_in_the_middle_of_an_epoch_goes_on_with_the_prompts_tha
     positions = {*range(end.cursor), *end.consumed_ahead}
     assert consumed == Counter(draw.prompt_id for draw in draws if draw.position in positions)
     assert sum(consumed.values()) > NUM_PROMPTS
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_the_planner_holds_the_groups_of_the_pool_and_no_others(monkeypatch, config):
+    """A prompt whose group is dropped as outdated would be lost if the loop did not give the group back."""
+    loop = Loop(monkeypatch, **config).run()
+    assert set(loop.planner._draws.groups) == {group.group_id for group in loop.pool._places.groups()}
+    order = loop.planner._draws.order
+    assert sum(len(draws) for draws in order._in_flight.values()) == len(loop.planner._draws.groups)
 
 
 def test_a_step_goes_on_with_fewer_groups_once_the_limit_is_reached(monkeypatch):

@@ -1,6 +1,6 @@
 """Whom the controller finds late if it was stopped itself; over stand-ins for Ray's calls and a clock of the test."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
@@ -9,7 +9,9 @@ import pytest
 import ray
 
 from megatron_rl.trainer import group as trainer_group
-from megatron_rl.trainer.group import IDLE_TIMEOUT_S, LOOK_EVERY_S, SpmdGroup
+from megatron_rl.trainer.group import IDLE_TIMEOUT_S, LOOK_EVERY_S, SpmdGroup, TrainerGroup
+from megatron_rl.trainer.messages import StepResult
+from megatron_rl.trainer.trainer import Trainer
 from rollout.failures import DeadlineError
 from rollout.patience import Patience
 
@@ -107,3 +109,26 @@ def test_the_answer_of_an_idle_rank_is_read_once(started: Callable[..., tuple[Wo
     for _ in range(2):
         group.check_idle()
     assert world.num_reads == 2
+
+
+def test_each_rank_trains_on_the_part_of_its_data_parallel_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two data-parallel ranks of two tensor-parallel ranks each, as `megatron_rl.trainer.partition` numbers them."""
+    given: list[tuple[object, ...]] = []
+    results = [StepResult(metrics={"rank": rank}, num_optimizer_steps=1, num_skipped_updates=0) for rank in range(4)]
+
+    def begin_each(method: str, arguments: Sequence[tuple[object, ...]]) -> str:
+        given.extend(arguments)
+        return method
+
+    monkeypatch.setattr(trainer_group, "ray", SimpleNamespace(put=lambda part: part))
+    ranks = SimpleNamespace(begin_each=begin_each, wait=lambda calls, method: results)
+    group = TrainerGroup(ranks, data_ranks=[0, 0, 1, 1])  # type: ignore[arg-type]
+    batch = SimpleNamespace(of_rank=lambda rank: f"part {rank}")
+    assert group.train(batch) is results[-1]  # type: ignore[arg-type]
+    assert given == [("part 0",), ("part 0",), ("part 1",), ("part 1",)]
+
+
+def test_a_rank_refuses_the_part_of_another_rank() -> None:
+    trainer, part = SimpleNamespace(data_rank=1), SimpleNamespace(data_rank=0)
+    with pytest.raises(RuntimeError, match="data-parallel rank 1 received the part of data-parallel rank 0"):
+        Trainer.train(trainer, part, lambda refs: refs)  # type: ignore[arg-type, return-value]

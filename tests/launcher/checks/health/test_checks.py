@@ -178,3 +178,6 @@ def test_an_error_of_a_check_is_its_red_line(tmp_path: Path) -> None:
 
     line = str(HealthCheck(name="write speed", measure=full).run())
     assert "cannot be checked - OSError" in line and "No space left on device" in line
+    unimportable = RewardConfig(function="tests.support.runs.unimportable_reward.compute_score")
+    reward = HealthCheck(name="reward", measure=lambda: reward_line(unimportable, ROWS)).run()
+    assert "importing its module failed: KeyError: 'wrong'" in reward.problem
