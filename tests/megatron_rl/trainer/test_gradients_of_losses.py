@@ -1,5 +1,7 @@
 """Every loss, under every aggregation it has a meaning with, has the gradient of one process under every partition.
 
+The gradients of one process are those of a plain loop over transformers' model, for a loss with every kind of weight.
+
 Nothing is read from metrics: the gradients that the optimizer would use are compared, tensor by tensor. All columns are
 fixed. `old` comes from the same weights times `OLD_SCALE`, `ref` from others, and `rollout` stands in the batch. So
 ratios differ from 1, and clips are at work. The learning rate is 0, so one trainer serves all cases.
@@ -20,6 +22,8 @@ from safetensors.torch import load_file
 
 from megatron_rl.algorithm_config import KlEstimator
 from megatron_rl.algorithm_settings import AGGREGATIONS, LOSSES
+from megatron_rl.batching.batch import TrainBatch
+from megatron_rl.batching.selection import TrainingSample
 from megatron_rl.config import AlgorithmConfig, ParallelConfig
 from rollout.types import ColumnsRef
 from tests.megatron_rl.trainer.test_trainer import DP2, PP2, TP2, batch_for, replace_samples, trainer_spec
@@ -37,11 +41,17 @@ BOUND, BOUND_OF_A_TENSOR = 1e-5, 1e-4
 SETTINGS = {"dppo": {"bound_low": 2e-3, "bound_high": 2e-3}, "gspo": {"clip_low": 0.02, "clip_high": 0.02}}
 """Of losses whose defaults clip all tokens of this batch, or none."""
 
+CAP = 0.9
+"""Of the importance weights of one case; a good part of them reaches it."""
+REJECTED_K3 = 0.01
+"""Tokens whose k3 is above it are rejected in one case."""
+
 CORRECTIONS: dict[str, dict[str, object]] = {
+    "truncated weights": {"mode": "tis_token", "cap": CAP},
     "normalised sequence weights": {"mode": "tis_sequence", "batch_normalize": True},
     "a band": {"mode": "icepop", "low": 0.9, "cap": 1.1},
     "a mask whose means are over kept tokens": {"mode": "mis_geometric", "low": 0.85, "cap": 1.1},
-    "a rejection of tokens": {"rejections": [{"statistic": "token_k3", "high": 0.01}]},
+    "a rejection of tokens": {"rejections": [{"statistic": "token_k3", "high": REJECTED_K3}]},
 }
 
 
@@ -153,6 +163,10 @@ class Everything:
 
     run: Callable[[ParallelConfig, int], tuple[dict[str, dict[str, torch.Tensor]], dict[str, dict[str, float]]]]
     """From a partition and most tokens of a micro batch to gradients and metrics by case."""
+    directory: Path
+    """Of the model."""
+    samples: tuple[TrainingSample, ...]
+    """Of the batch, all in one micro batch."""
     gradients: dict[str, dict[str, torch.Tensor]]
     """Of one process and one micro batch."""
     metrics: dict[str, dict[str, float]]
@@ -167,7 +181,8 @@ def everything(ranks, tmp_path_factory) -> Everything:
 
     def spec_of(parallel):
         spec = trainer_spec(directory, parallel, algorithm(kl={"place": "loss"}), weight_decay=0.0)
-        optimizer = spec.config.optimizer.model_copy(update={"learning_rate": 0.0})
+        # a clip scales gradients where they are compared, and would hide a wrong factor
+        optimizer = spec.config.optimizer.model_copy(update={"learning_rate": 0.0, "clip_grad": 0.0})
         return replace(spec, config=spec.config.model_copy(update={"optimizer": optimizer}))
 
     plain = batch_for(SINGLE, algorithm(), max_tokens=WHOLE)
@@ -181,13 +196,17 @@ def everything(ranks, tmp_path_factory) -> Everything:
         logprobs = np.concatenate(of_group).astype(np.float32)
         return replace(sample, columns=ColumnsRef(replace(columns, rollout_logprobs=logprobs)))
 
+    def batch_of(parallel, max_tokens) -> TrainBatch:
+        return replace_samples(batch_for(parallel, algorithm(), max_tokens=max_tokens), near_the_policy)
+
     def run(parallel, max_tokens):
-        batch = replace_samples(batch_for(parallel, algorithm(), max_tokens=max_tokens), near_the_policy)
+        batch = batch_of(parallel, max_tokens)
         outcomes = ranks.run(gradients_of, spec_of(parallel), batch, algorithms, parallel=parallel)
         gradients = {name: whole([outcome[name][0] for outcome in outcomes], shapes) for name in algorithms}
         return gradients, {name: outcomes[-1][name][1] for name in algorithms}
 
-    return Everything(run, *run(SINGLE, WHOLE))
+    ((micro,),) = batch_of(SINGLE, WHOLE).mini_batches[0].micro_batches
+    return Everything(run, directory, micro.samples, *run(SINGLE, WHOLE))
 
 
 def test_the_cases_hold_every_loss_and_aggregation_of_the_page_and_clips_are_at_work(everything):
@@ -213,3 +232,57 @@ def test_every_loss_has_the_gradient_of_one_process_under_every_partition(everyt
         assert math.hypot(*distances.values()) <= BOUND * math.hypot(*norms.values()), name
         for key, norm in norms.items():
             assert distances[key] <= BOUND_OF_A_TENSOR * norm, (name, key)
+
+
+def logprobs_by_hugging_face(model: torch.nn.Module, sample: TrainingSample) -> torch.Tensor:
+    """Log-probabilities of one response at temperature 0.9, [T]."""
+    prompt, response = sample.columns.prompt_ids, sample.columns.response(sample.sample)
+    logits = model(torch.from_numpy(np.concatenate([prompt, response])).long()[None]).logits[0]
+    scores = (logits[len(prompt) - 1 : -1] / 0.9).log_softmax(-1)
+    return scores.gather(1, torch.from_numpy(response).long()[:, None])[:, 0]
+
+
+def naive_weights(name: str, log_ratios: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Importance weights of every response, [T] each, from old minus sampler's log-probabilities."""
+    if name == "truncated weights":
+        return [x.exp().clamp(max=CAP) for x in log_ratios]
+    if name == "a rejection of tokens":
+        return [x.exp().clamp(max=2.0) * (x.exp() - 1 - x <= REJECTED_K3) for x in log_ratios]
+    if name == "normalised sequence weights":
+        of_sequences = torch.stack([x.sum().exp().clamp(max=2.0) for x in log_ratios])
+        return [weight.expand(len(x)) for weight, x in zip(of_sequences / of_sequences.mean(), log_ratios, strict=True)]
+    return [x.exp().clamp(max=2.0) for x in log_ratios]
+
+
+NAIVE = (
+    "clipped_surrogate, sequence_mean",
+    "truncated weights",
+    "normalised sequence weights",
+    "a rejection of tokens",
+)
+
+
+@pytest.mark.parametrize("name", NAIVE)
+def test_the_gradient_of_one_process_is_hugging_faces_by_the_formula_of_the_paper(everything, name):
+    """min(r A, clip(r) A), times the importance weight, in the mean over kept tokens or over sequences."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(everything.directory, dtype=torch.float32)
+    with torch.no_grad(), scaled(list(model.parameters()), OLD_SCALE):
+        old = [logprobs_by_hugging_face(model, sample) for sample in everything.samples]
+    rollout = [torch.from_numpy(sample.columns.logprobs(sample.sample)) for sample in everything.samples]
+    log_ratios = [one - other for one, other in zip(old, rollout, strict=True)]
+    weights = naive_weights(name, log_ratios)
+    num_kept = sum(int((weight > 0).sum()) for weight in weights)
+    changed = float((torch.cat(weights) != torch.cat(log_ratios).exp()).float().mean())
+    assert name not in ("truncated weights", "a rejection of tokens") or 0.1 < changed < 0.9, "of too few tokens"
+    for sample, before, weight in zip(everything.samples, old, weights, strict=True):
+        ratio, advantage = (logprobs_by_hugging_face(model, sample) - before).exp(), sample.advantage
+        surrogate = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+        count = len(weight) * len(weights) if "sequence_mean" in name else num_kept
+        (-(weight * surrogate).sum() / count).backward()
+
+    expected = {key: p.grad for key, p in model.named_parameters()}
+    assert everything.gradients[name].keys() == expected.keys()
+    for key, found in everything.gradients[name].items():
+        assert float((found - expected[key]).norm()) <= BOUND_OF_A_TENSOR * float(expected[key].norm()), key
