@@ -20,6 +20,10 @@ def loop() -> Iterator[asyncio.Runner]:
         yield runner
 
 
+NUM_BLOCKS = 30
+"""Blocks of 128 tokens in the cache of `live`: so few that 15 long responses have all of them."""
+
+
 @contextmanager
 def engine_environment() -> Iterator[None]:
     """The environment that an engine's processes inherit when they are started."""
@@ -50,7 +54,8 @@ def live(checkpoints, loop, tmp_path_factory):
     from tests.support.engines.packing import RUN_ID
 
     passed_on = {"max_logprobs": 256, "max_num_batched_tokens": 64}
-    config = EngineConfig(kv_cache_bytes=64 << 20, max_num_seqs=16, update_timeout_s=10, vllm=passed_on)
+    cache_bytes = 31 << 16  # vLLM's null block and `NUM_BLOCKS` that requests can have, each of 64 KiB
+    config = EngineConfig(kv_cache_bytes=cache_bytes, max_num_seqs=16, update_timeout_s=10, vllm=passed_on)
     directory = endless(checkpoints, tmp_path_factory.mktemp("endless"))
     spec = EngineSpec(engine_id=3, run_id=RUN_ID, config=config, directory=str(directory), max_model_len=256)
     started = Live(Engine(spec), loop, checkpoints, "bf16")

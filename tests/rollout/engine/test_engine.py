@@ -10,6 +10,7 @@ import torch
 
 from rollout.engine.state import EngineStatus
 from rollout.types import FinishReason, WeightSpan
+from tests.rollout.conftest import NUM_BLOCKS
 from tests.rollout.worker.test_publish import gap
 from tests.support.engines.oracle import PROBE
 
@@ -44,19 +45,23 @@ def test_the_probe_equals_the_prompt_log_probabilities(live, loop, oracle):
     assert gap([loop.run(live.engine.weights.probe(PROBE))], [oracle.fresh("qwen3", "A", "bf16")["probe"]]) < 1e-6
 
 
-def test_a_probe_changes_no_response(live, loop):
+@pytest.mark.parametrize("in_flight", ["recompute", "keep_kv"])
+def test_a_probe_changes_no_response(live, loop, monkeypatch, in_flight):
+    """The responses have two blocks each, so all of the cache: the probe writes to a block that one of them has."""
+    monkeypatch.setattr(live.engine.weights, "spec", replace(live.engine.weights.spec, in_flight=in_flight))
+
     async def probed():
-        job = asyncio.create_task(live.sample(seeds=(4,), max_response_tokens=200))
-        await live.until_emitted(20)
+        job = asyncio.create_task(live.sample(seeds=range(NUM_BLOCKS // 2), max_response_tokens=220))
+        await live.until_emitted(180)
         await live.engine.weights.probe(PROBE)
         return await job
 
-    (_, undisturbed), (summary, columns) = (
-        loop.run(live.sample(seeds=(4,), max_response_tokens=200)),
-        loop.run(probed()),
-    )
-    assert summary.lengths == (200,)
-    assert columns.response_ids[:20].tolist() == undisturbed.response_ids[:20].tolist()
+    summary, columns = loop.run(probed())
+    assert summary.lengths == (220,) * (NUM_BLOCKS // 2)
+    for sample in range(NUM_BLOCKS // 2):
+        ids = [*PROMPT, *columns.response(sample).tolist()]
+        forced = loop.run(teacher_forced(live, ids, len(PROMPT), 1.0))
+        assert gap([columns.logprobs(sample)[180:]], [forced[180:]]) < 0.05
 
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])

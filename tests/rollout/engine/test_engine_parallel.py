@@ -4,6 +4,7 @@ import asyncio
 import os
 import re
 import signal
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,8 @@ class Loaded:
     """What a call returned after a rank had raised in the call before."""
     cut_off: tuple[GroupSummary, GroupColumns]
     """A group whose engine was killed while it sampled."""
+    undisturbed: GroupColumns
+    """The group of the same seeds that was sampled before."""
     fault: str
     """What the engine says of itself afterwards."""
     vllm_waits: bool
@@ -84,10 +87,22 @@ async def _raised(engine: Engine) -> str:
         return str(error)
 
 
-async def _killed(live: Live) -> tuple[tuple[GroupSummary, GroupColumns], str, bool]:
+async def _begun(live: Live, seeds: Sequence[int]) -> asyncio.Task[tuple[GroupSummary, GroupColumns]]:
+    """A group whose responses start together, so that its batches are those of every group of these seeds."""
+    await live.engine.hold()
+    group = live.group(seeds=seeds, max_response_tokens=200)
+    job = asyncio.create_task(live.engine.generate_group(group))
+    await live.engine.release([group.group_id])
+    return job
+
+
+async def _killed(live: Live) -> tuple[tuple[GroupSummary, GroupColumns], GroupColumns, str, bool]:
     assert live.engine.fault() == ""
-    job = asyncio.create_task(live.sample(seeds=range(4), max_response_tokens=200))
-    await live.until_emitted(1)
+    tried, _ = await (await _begun(live, range(16)))
+    seeds = [int(seed) for seed in np.argsort(tried.lengths)[-4:]]  # the others may stop before the engine is killed
+    _, undisturbed = await (await _begun(live, seeds))
+    job = await _begun(live, seeds)
+    await live.until_emitted(20)
     client = live.engine._llm.engine_core
     (core,) = client.resources.engine_manager.processes
     os.kill(core.pid, signal.SIGSTOP)  # so that it does not answer
@@ -101,7 +116,7 @@ async def _killed(live: Live) -> tuple[tuple[GroupSummary, GroupColumns], str, b
         await asyncio.wait_for(ours, 20)
     waits = not of_vllm.done()
     of_vllm.cancel()
-    return cut_off, live.engine.fault(), waits
+    return cut_off, undisturbed, live.engine.fault(), waits
 
 
 @pytest.fixture(scope="module")
@@ -232,3 +247,13 @@ def test_a_dead_engine_reports_its_death_and_returns_the_sampled_tokens(loaded):
     assert columns.offsets[-1] == sum(summary.lengths) == len(columns.response_ids) == len(columns.rollout_logprobs)
     assert (columns.rollout_logprobs <= 0).all()
     assert [sum(span.num_tokens for span in spans) for spans in summary.weight_spans] == list(summary.lengths)
+
+
+def test_a_dead_engines_tokens_are_the_beginnings_of_what_each_seed_samples_undisturbed(loaded):
+    _, columns = loaded.cut_off
+    assert len({tuple(loaded.undisturbed.response(sample)[:20]) for sample in range(4)}) == 4
+    for sample in range(4):
+        count = len(columns.response(sample))
+        assert columns.response(sample).tolist() == loaded.undisturbed.response(sample)[:count].tolist()
+        assert gap([columns.logprobs(sample)], [loaded.undisturbed.logprobs(sample)[:count]]) < 1e-6
+        assert columns.resampled_in(sample).tolist() == loaded.undisturbed.resampled_in(sample)[:count].tolist()
