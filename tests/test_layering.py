@@ -47,6 +47,11 @@ FLOORS = {
         libraries="ray",
         loads="ray",
     ),
+    "history/store/start.py": Floor(
+        imports="history history/store/actors.py history/store/service.py",
+        libraries="ray",
+        loads="ray",
+    ),
     "rollout": Floor(imports="history"),
     "rollout/data/tokenizer.py": Floor(imports="rollout", libraries="transformers"),
     "rollout/data": Floor(imports="rollout rollout/data/tokenizer.py"),
@@ -133,7 +138,7 @@ FLOORS = {
     "launcher/run_dir/atomic_files.py": Floor(imports="history"),
     "launcher/cluster": Floor(
         imports=(
-            "history history/index history/store/service.py rollout rollout/remote_kill.py "
+            "history history/index history/store/service.py history/store/start.py rollout rollout/remote_kill.py "
             "rollout/data/tokenizer.py rollout/rewards "
             "rollout/transports rollout/pool rollout/engine megatron_rl megatron_rl/trainer "
             "launcher launcher/config launcher/run_dir/atomic_files.py"

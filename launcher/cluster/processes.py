@@ -17,7 +17,8 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from history.config import HistoryConfig
-from history.store.service import HistoryService, Upkeep, start_history
+from history.store.service import HistoryService, Upkeep
+from history.store.start import start_history
 from history.types import ActorProcess, HistoryPlaces
 from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.ray_cluster import Reservation, other_nodes, reserve, start_ray
@@ -139,7 +140,7 @@ class Processes:
     def start_history(
         self, config: HistoryConfig, *, directory: str, fingerprint: str, say: Callable[[str], None]
     ) -> HistoryService:
-        """Start the shards and readers of a run; see `history.store.service.start_history`."""
+        """Start the shards and readers of a run; see `history.store.start.start_history`."""
         service = start_history(
             config,
             directory=directory,

@@ -21,8 +21,9 @@ from history.index.segments_dir import SHM, segments_dir, sweep_segments
 from history.store import service as history_service
 from history.store.actors import HistoryReader, HistoryShard, Reader
 from history.store.response_batch import ResponseBatch
-from history.store.service import HistoryService, Upkeep, start_history
+from history.store.service import HistoryService, Upkeep
 from history.store.snapshot import SnapshotError, read_manifest
+from history.store.start import start_history
 from history.types import SegmentOrder, folder_of_node, prompt_key
 from rollout.processes import STACKS_SIGNAL
 from rollout.stacks import catches
@@ -310,7 +311,7 @@ def test_shared_memory_of_killed_runs_is_swept_and_that_of_live_runs_is_not(star
 
 
 def test_the_service_handle_does_not_import_numba():
-    code = "import history.store.service, sys; print([name for name in ('numba', 'torch') if name in sys.modules])"
+    code = "import history.store.start, sys; print([name for name in ('numba', 'torch') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
 

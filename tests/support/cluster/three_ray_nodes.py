@@ -14,7 +14,8 @@ import ray
 from ray.cluster_utils import Cluster
 
 from history.config import HistoryConfig
-from history.store.service import Upkeep, start_history
+from history.store.service import Upkeep
+from history.store.start import start_history
 from history.types import HistoryPlaces
 from launcher.cluster import ray_cluster
 from launcher.cluster.processes import Processes, processes
