@@ -90,9 +90,9 @@ def test_an_engine_with_another_rotary_embedding_fails_the_probe_despite_right_w
     assert np.abs(np.subtract(found, expected)).mean() > 2 * bound
 
 
-@pytest.mark.parametrize("format", ["fp8_block"])
-def test_two_ranks_answer_alike_with_pushed_and_with_loaded_fp8_weights(parallel_formats, format):
-    found = parallel_formats[format]
+@pytest.mark.parametrize("family", ["blocks", "experts"])
+def test_two_ranks_answer_alike_with_pushed_and_with_loaded_weights(parallel_formats, family):
+    found = parallel_formats[family]
     assert found["sent"]["tokens"] == found["loaded"]["tokens"]
     assert gap(found["sent"]["logprobs"], found["loaded"]["logprobs"]) < 1e-6
     assert gap([found["sent"]["probe"]], [found["loaded"]["probe"]]) < 1e-6

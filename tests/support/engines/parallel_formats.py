@@ -1,6 +1,6 @@
-"""FP8 engines of two ranks: answers of one that loaded a directory and of one that received the weights.
+"""Engines of two ranks: answers of one that loaded a directory and of one that received the weights.
 
-`python -m tests.support.engines.parallel_formats CHECKPOINTS ANSWERS`; writes {format: {loaded: ..., sent: ...}}.
+`python -m tests.support.engines.parallel_formats CHECKPOINTS ANSWERS`; writes {family: {loaded: ..., sent: ...}}.
 """
 
 import asyncio
@@ -16,22 +16,23 @@ from tests.support.engines.engine_answers import Checkpoints
 from tests.support.engines.live import Live
 from tests.support.engines.packing import RUN_ID
 
-CASES = {"fp8_block": "blocks"}
-"""Format to family; blocks are whole on both ranks. Channels are cut as INT8's, which `test_engine_parallel` has."""
+CASES = {"blocks": "fp8_block", "experts": "bf16"}
+"""Family to format. Blocks are whole on both ranks, each expert is cut. Channels are cut as INT8's, which
+`test_engine_parallel` has."""
 
 
 def main() -> None:
     checkpoints, target = Checkpoints(Path(sys.argv[1])), Path(sys.argv[2])
     found = {}
     with asyncio.Runner() as runner:
-        for format, family in CASES.items():
+        for family, format in CASES.items():
             loaded = start(runner, checkpoints, family, format, load=True)
-            found[format] = {"loaded": answers_and_end(runner, loaded)}
+            found[family] = {"loaded": answers_and_end(runner, loaded)}
             sent = start(runner, checkpoints, family, format, load=False)
             required = [
                 sum(box.size for boxes in one.values() for box in boxes) for one in sent.engine.weights.required
             ]
-            found[format] |= {"required": required, "sent": answers_and_end(runner, sent)}
+            found[family] |= {"required": required, "sent": answers_and_end(runner, sent)}
     target.write_text(json.dumps(found))
 
 
