@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.rehearsal.stages import rows_of
@@ -25,6 +26,14 @@ DISAGGREGATED = (
     "planner.overlap=1",
     "planner.max_staleness=1",
 )
+EIGHT_COLOCATED = (
+    *("trainer.parallel.tensor=2", "trainer.parallel.data=4", "trainer.optimizer.distributed=true"),
+    *("engine.num_engines=4", "engine.tensor_parallel=2"),
+)
+EIGHT_DISAGGREGATED = (
+    *DISAGGREGATED,
+    *("trainer.parallel.pipeline=2", "engine.num_engines=2", "engine.tensor_parallel=2"),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +47,8 @@ class Case:
     """Kernels compute, on the host."""
     reuses_memory: bool = False
     """Torch keeps freed memory, which CUDA IPC needs. A new tensor is not zero then, although no kernel fills it."""
+    memory_gib: int = 0
+    """Memory and swap space that all processes of the case fill."""
 
 
 def engine(format: str, *, drafts: bool = True, sleep: int = 0, eager: bool = True, kv_format: str = "bf16") -> Case:
@@ -56,11 +67,12 @@ def ranks(family: str, way: str, *, num_devices: int) -> Case:
     return Case(script="ranks_case", arguments=(family, way), num_devices=num_devices)
 
 
-def run(format: str, transport: str, *overrides: str, num_devices: int = 1) -> Case:
+def run(format: str, transport: str, *overrides: str, num_devices: int = 1, memory_gib: int = 0) -> Case:
     return Case(
         script="run_case",
         arguments=(format, transport, *overrides),
         num_devices=num_devices,
+        memory_gib=memory_gib,
     )
 
 
@@ -114,6 +126,8 @@ CASES: dict[str, Case] = {
     "a publish over NCCL": gpu_tests(TRANSPORTS, "nccl and not True", num_devices=2),
     "run int8 colocated on two devices": run("int8", "cuda_ipc", *COLOCATED, num_devices=2),
     "run int8 disaggregated on three devices": run("int8", "nccl", *DISAGGREGATED, num_devices=3),
+    "run int8 colocated on eight devices": run("int8", "cuda_ipc", *EIGHT_COLOCATED, num_devices=8, memory_gib=36),
+    "run int8 disaggregated on eight devices": run("int8", "nccl", *EIGHT_DISAGGREGATED, num_devices=8, memory_gib=24),
 }
 
 
@@ -127,6 +141,10 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_passes_every_stage(stub: Path, tmp_path: Path, name: str, record_property) -> None:
     case = CASES[name]
+    room = (psutil.virtual_memory().total + psutil.swap_memory().total) >> 30
+    assert room >= case.memory_gib, (
+        f"{name!r} fills {case.memory_gib} GiB, but memory and swap space are {room} GiB: add swap space"
+    )
     paths = f"{SOURCES / 'site'}:{ROOT}"
     chosen = environment(
         stub,
