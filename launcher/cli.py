@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
 from launcher.checks.expected_nodes import expected_nodes, unknown_gpu_warnings
+from launcher.checks.health.reward_environment import job_reward_problems, reward_problems
 from launcher.checks.health.wandb import job_problems, run_problems
 from launcher.cluster.node import NodeResources, node_resources
 from launcher.cluster.slurm_step import has_several_tasks
@@ -153,7 +154,8 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
         from launcher.commands.srun_run import run_as_task
 
         return run_as_task(config)
-    checked = check_run(config, _nodes(config.cluster), run_problems(config.wandb))
+    found = [*run_problems(config.wandb), *reward_problems(config.reward, config.cluster)]
+    checked = check_run(config, _nodes(config.cluster), found)
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
@@ -183,7 +185,8 @@ def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bo
     for warning in unknown_gpu_warnings(slurm):  # before a refusal, which may follow from it
         print(f"warning: {warning}", file=sys.stderr)
     key_problems, key_warnings = job_problems(config.wandb, slurm)
-    checked = check_run(config, expected_nodes(slurm, node_resources()), key_problems)
+    found = [*key_problems, *job_reward_problems(config.reward, slurm)]
+    checked = check_run(config, expected_nodes(slurm, node_resources()), found)
     for warning in (*checked.warnings, *key_warnings):
         print(f"warning: {warning}", file=sys.stderr)
     check_resume(config)
@@ -238,7 +241,7 @@ def _dashboard(run_dirs: list[Path], output: Path, workspace: str) -> int:
 def _eval(path: str, overrides: Sequence[str], command: Command) -> int:
     config = load(EvalConfig, path, overrides)
     command.output = Path(config.output) if config.output else None
-    check_eval(config)
+    check_eval(config, reward_problems(config.reward, config.cluster))
     from launcher.commands.evaluate import evaluate
 
     evaluate(config, _nodes(config.cluster))

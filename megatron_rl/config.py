@@ -141,7 +141,8 @@ class TrainerConfig(Config):
     logprob_chunk_tokens: int = Field(default=1024, gt=0)
     """Logits over the vocabulary are computed for this many tokens at a time."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation."""
+    """Activation recomputation. `full`: layers keep their inputs, and their forward runs again. `selective`: attention
+    runs again, which frees memory only where it is unfused (GPUs below compute capability 9.0 without `flash-attn`)."""
     offload: Literal["none", "optimizer", "all"] = "none"
     """Trainer state that moves to host memory while engines sample. GPUs only. `optimizer`: gradients, master weights
     and moments. `all`: the weights as well."""

@@ -1,19 +1,20 @@
 """Memory estimates of trainer ranks and engine ranks, before they start.
 
 Parameters, gradients and optimizer states are exact (`megatron_rl.weights.state_sizes`), and so are the weights and the
-KV cache of an engine. Activations, logits and workspaces are estimates from the shapes of the tensors that the code
-keeps; fragmentation is not counted.
+KV cache of an engine. Activations (`megatron_rl.activations`), logits and workspaces are estimates from the shapes of
+the tensors that the code keeps; fragmentation is not counted.
 
 Invariants: parameter counts are exact for the supported families (a test compares with transformers). Every item
 grows with the key that it names. Pure: imports neither torch nor megatron.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+from megatron_rl.activations import Kernels, activation_bytes, micro_batch_tokens, score_bytes
 from megatron_rl.config import OptimizerConfig, TrainerConfig
-from megatron_rl.model.spec import ModelSpec, stage_layers
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.weights.reshard_plan import wire_tensors
 from megatron_rl.weights.state_sizes import critic_state, rank_state
 from rollout.config import GPU_LOGITS_AT_ONCE, EngineConfig, KvFormat
@@ -24,6 +25,8 @@ TRAINER_PROCESS_BYTES = 700 << 20
 ENGINE_PROCESS_BYTES = 1500 << 20
 """The two processes of an AsyncLLM engine without weights and KV cache. Each further rank adds half of it."""
 
+SCORES = "attention scores"
+"""Name of the item of unfused attention."""
 GRAPHS = "CUDA graphs"
 """Name of the item that a sleeping engine keeps."""
 GRAPH_BYTES = 1 << 30
@@ -126,10 +129,13 @@ def trainer_rank(
     longest_sample: int,
     step_tokens: int = 0,
     further: FurtherSpecs = NO_FURTHER,
+    kernels: Kernels = "fused",
 ) -> Sequence[MemoryItem]:
     """Memory of the trainer rank that has most in all; arguments are those of `trainer_stages`."""
     return largest(
-        trainer_stages(spec, trainer, longest_sample=longest_sample, step_tokens=step_tokens, further=further)
+        trainer_stages(
+            spec, trainer, longest_sample=longest_sample, step_tokens=step_tokens, further=further, kernels=kernels
+        )
     )
 
 
@@ -145,6 +151,7 @@ def trainer_stages(
     longest_sample: int,
     step_tokens: int = 0,
     further: FurtherSpecs = NO_FURTHER,
+    kernels: Kernels = "fused",
 ) -> Sequence[Sequence[MemoryItem]]:
     """Memory of a trainer rank of each pipeline stage. Stages may need most in different phases.
 
@@ -154,54 +161,77 @@ def trainer_stages(
         longest_sample: tokens of prompt and response.
         step_tokens: tokens of all samples of a step; every data-parallel rank holds its share of them.
         further: models beside the policy.
+        kernels: kernels of the trainer's layers.
     """
-    tokens = max(trainer.max_micro_batch_tokens, longest_sample)
-    stages = [
-        _with_further(_stage_rank(spec, trainer, pipeline_rank, tokens), trainer, pipeline_rank, tokens, further)
-        for pipeline_rank in range(trainer.parallel.pipeline)
-    ]
+    stages = []
+    for pipeline_rank in range(trainer.parallel.pipeline):
+        items = [
+            *_state_items(spec, trainer, pipeline_rank),
+            *_pass_items((spec, further.critic), trainer, pipeline_rank, longest_sample, kernels),
+            *_output_items(spec, trainer, pipeline_rank, micro_batch_tokens(trainer, longest_sample)),
+        ]
+        stages.append([*items, *_further_items(trainer, pipeline_rank, further)])
     of_step = (PACKED_TOKEN_BYTES + PREPARED_TOKEN_BYTES) * step_tokens // trainer.parallel.data
     step = MemoryItem(what="samples of a step", num_bytes=of_step, knob="sampling.max_response_tokens")
     return [[*items, step] if of_step else items for items in stages]
 
 
-def _stage_rank(spec: ModelSpec, trainer: TrainerConfig, pipeline_rank: int, tokens: int) -> Sequence[MemoryItem]:
-    """Memory of a rank of one pipeline stage; a micro batch has at most `tokens` tokens."""
-    tensor = trainer.parallel.tensor
+def _state_items(spec: ModelSpec, trainer: TrainerConfig, pipeline_rank: int) -> Sequence[MemoryItem]:
+    """State of the policy on a rank of one pipeline stage."""
     state = rank_state(spec, trainer, pipeline_rank=pipeline_rank)
-    items = [
+    return (
         MemoryItem(what="parameters", num_bytes=state.parameters, knob="trainer.parallel.tensor"),
         MemoryItem(what="gradients", num_bytes=state.gradients, knob="trainer.parallel.tensor"),
         MemoryItem(what="optimizer", num_bytes=state.optimizer_bytes, knob="trainer.optimizer.distributed"),
-        MemoryItem(
-            what="activations",
-            num_bytes=activation_bytes(spec, trainer, pipeline_rank=pipeline_rank, tokens=tokens),
-            knob="trainer.max_micro_batch_tokens",
-        ),
-    ]
-    if pipeline_rank == trainer.parallel.pipeline - 1:
-        rows = spec.padded_vocab_size(tensor) // tensor
-        chunk = min(trainer.logprob_chunk_tokens, tokens)
-        width = 2 if trainer.dtype == "bf16" else 4
-        items += [
-            MemoryItem(what="logits", num_bytes=3 * 4 * chunk * rows, knob="trainer.logprob_chunk_tokens"),
-            MemoryItem(
-                what="output gradient",
-                num_bytes=(4 + width) * rows * spec.hidden_size + 3 * width * tokens * spec.hidden_size,
-                knob="trainer.parallel.tensor",
-            ),
-        ]
+    )
+
+
+def _pass_items(
+    models: Iterable[ModelSpec | None],
+    trainer: TrainerConfig,
+    pipeline_rank: int,
+    longest_sample: int,
+    kernels: Kernels,
+) -> Sequence[MemoryItem]:
+    """What forward and backward passes of one pipeline stage keep. Policy and critic learn one after the other, so the
+    one with more counts; the values of a micro batch are small.
+    """
+    learners = [spec for spec in models if spec is not None]
+    tokens, knob = micro_batch_tokens(trainer, longest_sample), "trainer.max_micro_batch_tokens"
+    activations = max(
+        activation_bytes(spec, trainer, pipeline_rank=pipeline_rank, tokens=tokens, kernels=kernels)
+        for spec in learners
+    )
+    items = [MemoryItem(what="activations", num_bytes=activations, knob=knob)]
+    if kernels == "unfused":
+        scores = max(
+            score_bytes(spec, trainer, pipeline_rank=pipeline_rank, longest_sample=longest_sample) for spec in learners
+        )
+        items.append(MemoryItem(what=SCORES, num_bytes=scores, knob=knob))
     return items
 
 
-def _with_further(
-    items: Sequence[MemoryItem], trainer: TrainerConfig, pipeline_rank: int, tokens: int, further: FurtherSpecs
-) -> list[MemoryItem]:
-    """The items of a stage, and those of the further models.
+def _output_items(spec: ModelSpec, trainer: TrainerConfig, pipeline_rank: int, tokens: int) -> Sequence[MemoryItem]:
+    """Logits and gradient of the output layer, which the last pipeline stage computes."""
+    tensor = trainer.parallel.tensor
+    if pipeline_rank != trainer.parallel.pipeline - 1:
+        return ()
+    rows = spec.padded_vocab_size(tensor) // tensor
+    chunk = min(trainer.logprob_chunk_tokens, tokens)
+    width = 2 if trainer.dtype == "bf16" else 4
+    return (
+        MemoryItem(what="logits", num_bytes=3 * 4 * chunk * rows, knob="trainer.logprob_chunk_tokens"),
+        MemoryItem(
+            what="output gradient",
+            num_bytes=(4 + width) * rows * spec.hidden_size + 3 * width * tokens * spec.hidden_size,
+            knob="trainer.parallel.tensor",
+        ),
+    )
 
-    Policy and critic learn one after the other, so the larger activations count; the values of a micro batch are small.
-    """
-    found = list(items)
+
+def _further_items(trainer: TrainerConfig, pipeline_rank: int, further: FurtherSpecs) -> Sequence[MemoryItem]:
+    """State of the further models on a rank of one pipeline stage."""
+    found: list[MemoryItem] = []
     if (critic := further.critic) is not None:
         state = critic_state(critic, trainer, pipeline_rank=pipeline_rank)
         distributed = "trainer.critic.optimizer.distributed"
@@ -210,38 +240,10 @@ def _with_further(
             MemoryItem(what="critic gradients", num_bytes=state.gradients, knob="trainer.parallel.tensor"),
             MemoryItem(what="critic optimizer", num_bytes=state.optimizer_bytes, knob=distributed),
         ]
-        of_critic = activation_bytes(critic, trainer, pipeline_rank=pipeline_rank, tokens=tokens)
-        found = [
-            replace(item, num_bytes=max(item.num_bytes, of_critic)) if item.what == "activations" else item
-            for item in found
-        ]
     if further.reference is not None and trainer.reference.place == "device":
         num_bytes = rank_state(further.reference, trainer, pipeline_rank=pipeline_rank).parameters
         found.append(MemoryItem(what="reference parameters", num_bytes=num_bytes, knob="trainer.reference.place"))
     return found
-
-
-def activation_bytes(spec: ModelSpec, trainer: TrainerConfig, *, pipeline_rank: int, tokens: int) -> int:
-    """Bytes kept for the backward pass by one pipeline stage, whose micro batches have `tokens` tokens; an estimate.
-
-    By layer and token: input and output of both norms, query, key, value and attention output, and of the
-    feed-forward network both halves, their product and the residual. Experts also keep the routed inputs and outputs.
-    With `selective` recomputation the attention kernel runs again; flash attention keeps nothing that this saves. With
-    `full`, a layer keeps its input, and one layer at a time the rest. Everything is cut by tensor and sequence
-    parallelism (Korthikanti et al. 2022, section 4), except the gathered inputs of one product. Stage n of N keeps
-    N - n micro batches (1F1B).
-    """
-    hidden, parallel = spec.hidden_size, trainer.parallel
-    width = 2 if trainer.dtype == "bf16" else 4
-    heads = (2 * spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
-    networks = 1 if spec.experts is None else spec.experts.per_token
-    routed = 0 if spec.experts is None else 2 * networks * hidden
-    layer = 5 * hidden + heads + 3 * networks * spec.ffn_size + routed
-    num_layers = len(stage_layers(spec.num_layers, parallel.pipeline)[pipeline_rank])
-    in_flight = parallel.pipeline - pipeline_rank
-    kept = in_flight * num_layers * hidden + layer if trainer.recompute == "full" else in_flight * num_layers * layer
-    gathered = 2 * hidden if parallel.tensor > 1 else 0
-    return tokens * width * (kept // parallel.tensor + gathered)
 
 
 def engine_rank(

@@ -5,7 +5,8 @@ Other fields follow from other keys, or add a loss or noise. Megatron scales los
 z-loss, for a loss that it averages. Ours is already divided (`megatron_rl.trainer.optimizer`), so such a loss would
 count once for every token.
 
-Pure: names only. `tests/megatron_rl/model/test_passthrough.py` trains with each field and compares gradients.
+Pure: names and bounds only. `tests/megatron_rl/model/test_passthrough.py` trains with each field and compares
+gradients.
 """
 
 import difflib
@@ -36,6 +37,9 @@ FIELDS: Mapping[str, type[bool] | type[int] | type[str]] = {
 }
 """Name and type of each field."""
 
+METHODS = ("uniform", "block")
+"""Values of `recompute_method`."""
+
 OTHER_KEYS = {
     "distribute_saved_activations": "sequence parallelism, on beside tensor parallelism, distributes them already",
     "fp32_residual_connection": "Megatron applies it to the embedding alone, whose FP32 output BF16 layers cannot take",
@@ -63,4 +67,8 @@ def passthrough_problem(fields: Mapping[str, object]) -> str:
             return f"`{name}` is not a field that may be set here; {hint}These may: {', '.join(sorted(FIELDS))}"
         if type(value) is not kind:
             return f"`{name}` = {value} must be of type {kind.__name__}"
+    if (method := fields.get("recompute_method", METHODS[0])) not in METHODS:
+        return f"`recompute_method` = {method}: Megatron knows {' and '.join(METHODS)}; set it to one of them"
+    if int(str(fields.get("recompute_num_layers", 1))) < 1:
+        return f"`recompute_num_layers` = {fields['recompute_num_layers']} must be at least 1; raise it or remove it"
     return ""

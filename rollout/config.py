@@ -84,7 +84,8 @@ class EngineConfig(Config):
     tensor_parallel: int = Field(default=1, gt=0)
     """Tensor-parallel size of one engine."""
     format: Format = "bf16"
-    """Weight format of linear layers and of their products. Embeddings, `lm_head` and norms are always BF16."""
+    """Weight format of linear layers and of their products. Embeddings, `lm_head` and norms are always BF16. FP8 needs
+    GPUs of capability 8.9 or above, INT8 GPUs below 10.0."""
     bf16_first_layers: int = Field(default=1, ge=0)
     """Number of first decoder layers that stay BF16 in an 8-bit format. First and last layers lose most accuracy."""
     bf16_last_layers: int = Field(default=1, ge=0)
@@ -99,11 +100,11 @@ class EngineConfig(Config):
     kv_cache_bytes: int = Field(default=256 << 20, gt=0)
     """Size of the KV cache on each rank."""
     gpu_memory_fraction: float | None = Field(default=None, gt=0, le=1)
-    """Share of a GPU that trainer and engines may fill. The KV cache takes what the memory plan leaves of it, in the
-    place of `engine.kv_cache_bytes`. GPUs only."""
+    """Share of a GPU that is filled while engines hold keys and values. The KV cache takes what the memory plan leaves
+    of it, in the place of `engine.kv_cache_bytes`. GPUs only."""
     cpu_cores: int = Field(default=1, gt=0)
     """OpenMP threads of each rank. CPU engines only."""
-    sleep_level: Literal[0, 1, 2] = 0
+    sleep_level: int = Field(default=0, ge=0, le=2)
     """Device memory that engines release while the trainer works. GPUs only. 0: none. 1: the KV cache is discarded and
     weights move to host memory. 2: KV cache and weights are discarded; the next publish brings new weights."""
     # Rounding grows with the logits and with the root of the depth. BF16 alone made 0.0125 to 0.017 of the spread in
@@ -215,8 +216,8 @@ class RewardConfig(Config):
     max_file_bytes: int = Field(default=1 << 30, gt=0)
     """Largest file that a reward worker may write. A call that writes more fails."""
     environment: tuple[str, ...] = ()
-    """Names of environment variables that the function needs, such as the key of a service. Workers have no others but
-    paths, language, threads and proxies."""
+    """Names of environment variables that the function needs, such as the key of a service. Each must be set where the
+    command starts, and a SLURM job receives them. Workers have no others but paths, language, threads and proxies."""
     max_restarts: int = Field(default=3, ge=0)
     """How many times a scorer, or the process that writes samples, is restarted after it died or hung. Its calls are
     repeated."""

@@ -53,8 +53,13 @@ FLOORS = {
         loads="ray",
     ),
     "rollout": Floor(imports="history"),
-    "rollout/data/tokenizer.py": Floor(imports="rollout", libraries="transformers"),
-    "rollout/data": Floor(imports="rollout rollout/data/tokenizer.py"),
+    "rollout/data/chat_template.py": Floor(),
+    "rollout/data/tokenizer_file.py": Floor(),
+    "rollout/data/tokenizer.py": Floor(
+        imports="rollout rollout/data/chat_template.py rollout/data/tokenizer_file.py",
+        libraries="transformers",
+    ),
+    "rollout/data": Floor(imports="rollout rollout/data/chat_template.py rollout/data/tokenizer.py"),
     "rollout/rewards": Floor(
         imports="history history/store rollout rollout/data/tokenizer.py rollout/data",
         libraries="ray",
@@ -113,7 +118,12 @@ FLOORS = {
         libraries="torch",
         loads="*",
     ),
-    "megatron_rl/memory.py": Floor(imports="rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights"),
+    "megatron_rl/activations.py": Floor(imports="megatron_rl megatron_rl/model"),
+    "megatron_rl/memory.py": Floor(
+        imports=(
+            "rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights megatron_rl/activations.py"
+        ),
+    ),
     "megatron_rl/checkpoints": Floor(imports="history rollout/weights", libraries="torch megatron", loads="*"),
     "megatron_rl/trainer": Floor(
         imports=(
@@ -156,22 +166,23 @@ FLOORS = {
     "launcher/estimate": Floor(
         imports=(
             "history/store rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights "
-            "megatron_rl/memory.py launcher launcher/config launcher/run_dir/atomic_files.py launcher/cluster"
+            "megatron_rl/activations.py megatron_rl/memory.py launcher launcher/config "
+            "launcher/run_dir/atomic_files.py launcher/cluster"
         ),
         loads="ray",
     ),
     "launcher/checks": Floor(
         imports=(
             "history/store rollout rollout/data rollout/weights megatron_rl megatron_rl/model "
-            "megatron_rl/batching megatron_rl/weights megatron_rl/memory.py launcher launcher/config launcher/cluster "
-            "launcher/estimate"
+            "megatron_rl/batching megatron_rl/weights megatron_rl/activations.py megatron_rl/memory.py launcher "
+            "launcher/config launcher/cluster launcher/estimate"
         ),
         loads="ray",
     ),
     "launcher/checks/health": Floor(
         imports=(
-            "rollout rollout/data/tokenizer.py rollout/data rollout/rewards launcher/config launcher/cluster "
-            "launcher/checks"
+            "rollout rollout/data/chat_template.py rollout/data/tokenizer.py rollout/data rollout/rewards "
+            "launcher/config launcher/cluster launcher/checks"
         ),
         loads="ray",
     ),

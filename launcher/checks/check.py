@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from history.store.warm_start import warm_start_problems
-from launcher.checks.combinations import evaluation_sets, run_combinations
+from launcher.checks.combinations import evaluation_sets, run_combinations, schedule_problems
 from launcher.checks.deadlines import deadline_problems, deadline_warnings
 from launcher.checks.engine_arguments import engine_arguments, run_arguments
 from launcher.checks.files import broken_json, prompt_file, sft_file, tokenizer_problems
@@ -19,17 +19,24 @@ from launcher.checks.formats import weight_format_warnings
 from launcher.checks.fp8 import fp8_problems, fp8_warnings
 from launcher.checks.functions import function_problems
 from launcher.checks.memory import MemoryPlan, allocator_problems, sft_memory, store_warnings
-from launcher.checks.model import engine_problems, hosted_state_problems, partition_problems, response_lengths
+from launcher.checks.model import (
+    engine_problems,
+    hosted_state_problems,
+    partition_problems,
+    recompute_problems,
+    response_lengths,
+)
 from launcher.checks.paths import file_problems, folder_problems, warm_start_target
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import Placement, plan_sft
 from launcher.config.loading import listing
 from launcher.config.schema import EvalConfig, RunConfig, SftConfig
 from launcher.errors import ConfigError
+from launcher.estimate.trainer_kernels import attention_warnings, installed_flash_attention
 from megatron_rl.batching.cost_model import CostModel, cost_model
 from megatron_rl.model.spec import ModelSpec, read_model_spec
 from megatron_rl.ranks import TrainerRank
-from megatron_rl.weights.weight_files import check_shapes, directory_shapes
+from megatron_rl.weights.weight_files import check_shapes, check_tied_output, directory_tensors
 from rollout.config import EvalSetConfig
 from rollout.weights.format import WeightFormat
 
@@ -72,7 +79,8 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources], found: Sequence
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))
-    fitted = fit(config, spec, nodes, problems)
+    flash_attention = installed_flash_attention()
+    fitted = fit(config, spec, nodes, problems, flash_attention=flash_attention)
     if fitted is not None:
         problems += allocator_problems(fitted.placement.transport, os.environ)
     _raise_any(problems)
@@ -80,6 +88,7 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources], found: Sequence
     config = fitted.config
     format = WeightFormat.of(config.engine)
     warnings = weight_format_warnings(spec, format, nodes[0]) + fp8_warnings(spec, config.trainer, format)
+    warnings += attention_warnings(config.trainer, nodes[0], flash_attention=flash_attention)
     warnings += deadline_warnings(config) + store_warnings(config, fitted.placement) + argument_warnings
     return CheckedRun(
         config=config,
@@ -122,9 +131,11 @@ def check_sft(config: SftConfig, nodes: Sequence[NodeResources]) -> CheckedSft:
         problems.append(
             f"`data.max_tokens` = {config.data.max_tokens}, but the model has {spec.max_positions} positions; lower it"
         )
-    problems += warm_start_target(config.output_dir, config.model) + file_problems("log_path", config.log_path)
+    kept = {"data.path": config.data.path, "log_path": config.log_path}
+    problems += warm_start_target(config.output_dir, config.model, kept) + file_problems("log_path", config.log_path)
+    problems += schedule_problems(config.trainer.optimizer, "trainer.optimizer")
     problems += partition_problems(spec, config.trainer.parallel, node)
-    problems += fp8_problems(spec, config.trainer, node)
+    problems += fp8_problems(spec, config.trainer, node) + recompute_problems(spec, config.trainer)
     problems += hosted_state_problems(config.trainer, node)
     problems += deadline_problems(config.trainer, node)
     memory = sft_memory(config, spec, node)
@@ -134,9 +145,9 @@ def check_sft(config: SftConfig, nodes: Sequence[NodeResources]) -> CheckedSft:
     return CheckedSft(config=config, spec=spec, ranks=ranks, nodes=tuple(nodes), memory=memory)
 
 
-def check_eval(config: EvalConfig) -> None:
-    """Raises `ConfigError` for an evaluation that cannot be started."""
-    problems = evaluation_sets(config.sets, "sets") + _set_files(config.sets, "sets")
+def check_eval(config: EvalConfig, found: Sequence[str] = ()) -> None:
+    """Raises `ConfigError` for an evaluation that cannot be started; `found` as in `check_run`."""
+    problems = [*found, *evaluation_sets(config.sets, "sets"), *_set_files(config.sets, "sets")]
     problems += file_problems("output", config.output)
     problems += function_problems({"reward.function": config.reward.function})
     problems += engine_arguments(config.engine)[0]  # where vLLM cannot be imported, the engines will say so
@@ -191,7 +202,9 @@ def _weights(directory: Path, spec: ModelSpec) -> list[str]:
     if not any(directory.glob("*.safetensors")):
         return [f"`model` = {directory}: holds no *.safetensors; convert the weights, other files are not read"]
     try:
-        check_shapes(directory_shapes(directory), spec, directory)
+        tensors = directory_tensors(directory)
+        check_shapes(tensors, spec, directory)
+        check_tied_output(tensors, spec, directory)
     except (ValueError, OSError) as error:
         return [f"`model`: {error}"]
     return []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.checks.algorithm import algorithm_problems
 from launcher.checks.functions import function_problems
-from launcher.checks.slurm import slurm_problems
+from launcher.checks.slurm import slurm_problems, variable_names
 from launcher.config.schema import RunConfig
 from megatron_rl.algorithm_settings import KeepAll, ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from megatron_rl.config import OptimizerConfig
@@ -30,6 +30,7 @@ def run_combinations(config: RunConfig) -> list[str]:
         _refill,
         _mode,
         lambda config: slurm_problems(config.cluster.slurm),
+        lambda config: variable_names("reward.environment", config.reward.environment),
         lambda config: evaluation_sets(config.evaluation.sets, "evaluation.sets"),
         _set_names,
         lambda config: function_problems(
@@ -89,13 +90,14 @@ def _batch_sizes(config: RunConfig) -> list[str]:
 
 
 def _schedule(config: RunConfig) -> list[str]:
-    problems = _schedule_of(config.trainer.optimizer, "trainer.optimizer")
+    problems = schedule_problems(config.trainer.optimizer, "trainer.optimizer")
     if "values" in config.algorithm.needs:
-        problems += _schedule_of(config.trainer.critic.optimizer, "trainer.critic.optimizer")
+        problems += schedule_problems(config.trainer.critic.optimizer, "trainer.critic.optimizer")
     return problems
 
 
-def _schedule_of(optimizer: OptimizerConfig, key: str) -> list[str]:
+def schedule_problems(optimizer: OptimizerConfig, key: str) -> list[str]:
+    """Contradictions of the learning-rate schedule at the configuration key `key`."""
     problems = []
     if optimizer.min_learning_rate > optimizer.learning_rate:
         problems.append(

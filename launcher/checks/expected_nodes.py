@@ -12,7 +12,7 @@ def expected_nodes(slurm: SlurmConfig, local: NodeResources) -> tuple[NodeResour
 
 
 def job_gpu(slurm: SlurmConfig, local: NodeResources, *, in_allocation: bool) -> JobGpu:
-    """A GPU of the job: `cluster.slurm.gpu`, else a `local` one inside an allocation, else one of 80 GiB. Pure.
+    """A GPU of the job: `cluster.slurm.gpu`, else a `local` one inside an allocation, else one of 80 GB. Pure.
 
     GPUs of a login node say nothing about those of the job.
     """
@@ -27,4 +27,4 @@ def unknown_gpu_warnings(slurm: SlurmConfig) -> list[str]:
     """A sentence for the user if the kind of the job's GPUs is unknown."""
     if slurm.gpu or not slurm.gpus_per_node or in_allocation():
         return []
-    return [f"GPUs of the job are taken to have 80 GiB; `cluster.slurm.gpu` names their kind: {', '.join(GPUS)}"]
+    return [f"GPUs of the job are taken to be of 80 GB; `cluster.slurm.gpu` names their kind: {', '.join(GPUS)}"]

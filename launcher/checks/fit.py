@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.checks.further_models import critic_problems, further_specs
-from launcher.checks.kv_cache import cache_problems, evaluation_problems, sized
+from launcher.checks.kv_cache import cache_problems, evaluation_problems, fraction_problems, sized
 from launcher.checks.memory import MemoryPlan, run_memory
 from launcher.checks.model import model_problems, partition_problems
 from launcher.cluster.node import NodeResources
@@ -12,6 +12,7 @@ from launcher.cluster.placement import Placement, plan
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
 from launcher.estimate.planned_run import PlannedRun
+from launcher.estimate.trainer_kernels import trainer_kernels
 from megatron_rl.memory import FurtherSpecs
 from megatron_rl.model.spec import ModelSpec
 
@@ -28,8 +29,18 @@ class Fit:
     """Models beside the policy."""
 
 
-def fit(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources], problems: list[str]) -> Fit | None:
-    """Places and memory of a run; None if it cannot be placed. Reasons are added to `problems`."""
+def fit(
+    config: RunConfig,
+    spec: ModelSpec,
+    nodes: Sequence[NodeResources],
+    problems: list[str],
+    *,
+    flash_attention: str = "",
+) -> Fit | None:
+    """Places and memory of a run; None if it cannot be placed. Reasons are added to `problems`.
+
+    `flash_attention` is the version of the package `flash-attn` on the nodes; empty without it.
+    """
     problems += [*cache_problems(config, nodes[0]), *model_problems(config, spec, nodes[0])]
     if partition_problems(spec, config.trainer.parallel, nodes[0]):
         return None
@@ -39,9 +50,13 @@ def fit(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources], prob
     except (ConfigError, ValueError) as error:
         problems.append(str(error))
         return None
-    run = sized(PlannedRun(config=config, spec=spec, placement=placement, further=further), nodes)
-    if run.config is not config:
-        problems += [problem for problem in model_problems(run.config, spec, nodes[0]) if problem not in problems]
+    kernels = trainer_kernels(config.trainer, nodes[0], flash_attention=flash_attention)
+    given = PlannedRun(config=config, spec=spec, placement=placement, further=further, kernels=kernels)
+    problems += fraction_problems(given, nodes)
+    run, fraction = sized(given, nodes), config.engine.gpu_memory_fraction
+    if run is not given:
+        found = model_problems(run.config, spec, nodes[0], fraction=fraction)
+        problems += [problem for problem in found if problem not in problems]
     if further.critic is not None and further.critic is not spec:
         problems += critic_problems(config, further.critic, spec)
         if problems:

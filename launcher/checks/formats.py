@@ -15,6 +15,9 @@ from rollout.weights.manifest import stack_of
 
 FP8_SINCE = (8, 9)
 """Lowest compute capability with FP8."""
+INT8_BEFORE = (10, 0)
+"""Lowest compute capability without INT8 products in vLLM 0.25.1: its CUTLASS kernel claims every INT8 layer there, and
+raises an error in the first forward (https://github.com/vllm-project/vllm/pull/25935)."""
 
 FP8_KV_HEAD_MULTIPLE = 32
 """Sizes of heads with FP8 keys and values in vLLM's attention on CPUs are multiples of it."""
@@ -30,7 +33,7 @@ def weight_format_problems(
     if format.layout is None:
         return []
     shapes = linear_shapes(spec)
-    problems = []
+    problems = [*_capability(format, node)]
     if spec.experts is not None and not node.gpu_bytes:
         problems.append(
             f"`engine.format` = {format.name}: the model has {spec.experts.count} experts, and vLLM multiplies "
@@ -48,9 +51,7 @@ def kv_format_problems(spec: ModelSpec, kv_format: KvFormat, node: NodeResources
     if kv_format == "bf16":
         return []
     if node.gpu_bytes:
-        lacking = node.gpu_capability is not None and node.gpu_capability < FP8_SINCE
-        capability = ".".join(map(str, node.gpu_capability or ()))
-        reason = f"this node's GPU has compute capability {capability}, and FP8 needs 8.9" if lacking else ""
+        reason = _without_fp8(node)
     elif not node.has_avx512:
         reason = "this node's CPU has no AVX-512, which vLLM needs for it"
     elif spec.head_dim % FP8_KV_HEAD_MULTIPLE:
@@ -59,6 +60,31 @@ def kv_format_problems(spec: ModelSpec, kv_format: KvFormat, node: NodeResources
     else:
         reason = ""
     return [f"`engine.kv_format` = {kv_format}: {reason}; set it to bf16"] if reason else []
+
+
+def _capability(format: WeightFormat, node: NodeResources) -> Iterator[str]:
+    """Refuses a format whose products the node's GPUs lack; GPUs of unknown capability are refused by the job."""
+    if not node.gpu_bytes or node.gpu_capability is None:
+        return
+    if format.name == "int8" and node.gpu_capability >= INT8_BEFORE:
+        yield (
+            f"`engine.format` = int8: this node's GPU has compute capability {_dotted(node.gpu_capability)}, and "
+            f"vLLM's INT8 kernels end before {_dotted(INT8_BEFORE)}; set it to fp8_channel"
+        )
+    if format.name.startswith("fp8") and (reason := _without_fp8(node)):
+        yield f"`engine.format` = {format.name}: {reason}; set it to int8"
+
+
+def _without_fp8(node: NodeResources) -> str:
+    """Why the node's GPUs have no FP8 products; empty if they have, or if their capability is unknown."""
+    if node.gpu_capability is None or node.gpu_capability >= FP8_SINCE:
+        return ""
+    capability, needed = _dotted(node.gpu_capability), _dotted(FP8_SINCE)
+    return f"this node's GPU has compute capability {capability}, and FP8 needs {needed}"
+
+
+def _dotted(capability: tuple[int, int]) -> str:
+    return ".".join(map(str, capability))
 
 
 def weight_format_warnings(spec: ModelSpec, format: WeightFormat, node: NodeResources) -> list[str]:

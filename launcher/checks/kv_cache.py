@@ -2,12 +2,13 @@
 
 The tables of `launcher.estimate` say what trainer and engines need beside keys and values, in every phase of a step.
 The cache takes the rest of the fullest phase in which it exists. So two engines on a device, a trainer beside an
-engine, and sleeping engines are all counted.
+engine, and sleeping engines are all counted. Other phases may fill the whole device.
 
 The BF16 engines of `evaluation.bf16_before_after` have devices to themselves, but larger weights than the run's
 engines. So their cache may have to be smaller.
 """
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -19,18 +20,21 @@ from launcher.config.schema import RunConfig
 from launcher.estimate.device_memory import COMMUNICATOR_BYTES, CONTEXT_BYTES, engine_items, with_reserve
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.run_tables import run_tables
+from launcher.estimate.tables import MemoryTable, gib
 from megatron_rl.memory import MemoryItem, engine_rank
 from megatron_rl.model.spec import ModelSpec
 from rollout.config import EngineConfig
 
 GRAIN_BYTES = 64 << 20
 """The size is a multiple of this."""
+CACHE = "engine keys and values"
+"""The item of the tables."""
 
 
 def sized(run: PlannedRun, nodes: Sequence[NodeResources]) -> PlannedRun:
     """The run with `engine.kv_cache_bytes` in the place of `engine.gpu_memory_fraction`; unchanged without the latter.
 
-    If nothing is left, the cache has `GRAIN_BYTES`, and the memory plan refuses the run.
+    If nothing is left, the cache has `GRAIN_BYTES`, and `fraction_problems` or the memory plan refuses the run.
     """
     fraction = run.config.engine.gpu_memory_fraction
     if fraction is None:
@@ -38,8 +42,36 @@ def sized(run: PlannedRun, nodes: Sequence[NodeResources]) -> PlannedRun:
     low, high = 1, max(max(node.gpu_bytes, default=0) for node in nodes) // GRAIN_BYTES
     while low < high:  # tables grow with the cache, so the largest size that fits is found by halving
         middle = (low + high + 1) // 2
-        low, high = (middle, high) if _fits(_with_cache(run, middle), nodes, fraction) else (low, middle - 1)
+        fits = not _overfull(_with_cache(run, middle), nodes, fraction)
+        low, high = (middle, high) if fits else (low, middle - 1)
     return _with_cache(run, low)
+
+
+def fraction_problems(run: PlannedRun, nodes: Sequence[NodeResources]) -> list[str]:
+    """Why `engine.gpu_memory_fraction` leaves no room for keys and values; `run` has the fraction.
+
+    Devices that are too small for a phase are left to the memory plan, whose refusal names what to change.
+    """
+    fraction = run.config.engine.gpu_memory_fraction
+    if fraction is None:
+        return []
+    problems = []
+    for table, phase in _overfull(_with_cache(run, 1), nodes, fraction):
+        needed, available = table.total_bytes(phase), table.available_bytes
+        if needed <= available:
+            problems.append(
+                f"`engine.gpu_memory_fraction` = {fraction:g} leaves nothing to the KV cache: a {table.title} needs "
+                f"{gib(needed)} of {gib(available)} in `{phase}` with the smallest cache; raise the fraction to "
+                f"{math.ceil(100 * needed / available) / 100:g} or more, or change {_largest_knob(table, phase)}"
+            )
+    return problems
+
+
+def _largest_knob(table: MemoryTable, phase: str) -> str:
+    """The key that shrinks the largest item beside keys and values."""
+    items = [item for item in table.phases[phase] if item.knob and item.what != CACHE]
+    largest = max(items, key=lambda item: item.num_bytes)
+    return f"`{largest.knob}` ({largest.what}: {gib(largest.num_bytes)})"
 
 
 def _with_cache(run: PlannedRun, grains: int) -> PlannedRun:
@@ -47,9 +79,16 @@ def _with_cache(run: PlannedRun, grains: int) -> PlannedRun:
     return replace(run, config=run.config.model_copy(update={"engine": engine}))
 
 
-def _fits(run: PlannedRun, nodes: Sequence[NodeResources], fraction: float) -> bool:
-    devices = [table for table in run_tables(run, nodes) if table.kind == "device"]
-    return all(table.needed_bytes <= fraction * table.available_bytes for table in devices)
+def _overfull(run: PlannedRun, nodes: Sequence[NodeResources], fraction: float) -> list[tuple[MemoryTable, str]]:
+    """Each kind of device above the fraction, with its fullest phase out of those with keys and values."""
+    overfull = []
+    for table in run_tables(run, nodes):
+        cached = [phase for phase, items in table.phases.items() if any(item.what == CACHE for item in items)]
+        if table.kind == "device" and cached:
+            fullest = max(cached, key=table.total_bytes)
+            if table.total_bytes(fullest) > fraction * table.available_bytes:
+                overfull.append((table, fullest))
+    return overfull
 
 
 def evaluation_engine(config: RunConfig, spec: ModelSpec, nodes: Sequence[NodeResources]) -> EngineConfig:

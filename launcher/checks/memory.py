@@ -14,12 +14,13 @@ from launcher.cluster.placement import Placement, plan
 from launcher.cluster.weight_route import Transport
 from launcher.config.schema import RunConfig, SftConfig
 from launcher.errors import ConfigError
-from launcher.estimate.device_memory import CONTEXT_BYTES, UPDATE, trainer_items, with_reserve
+from launcher.estimate.device_memory import CONTEXT_BYTES
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.run_tables import run_tables
+from launcher.estimate.sft_memory import sft_tables
 from launcher.estimate.tables import MemoryTable, gib
 from megatron_rl.config import TrainerConfig
-from megatron_rl.memory import TRAINER_PROCESS_BYTES, MemoryItem, trainer_rank
+from megatron_rl.memory import TRAINER_PROCESS_BYTES
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.weights.state_sizes import rank_state
 
@@ -131,7 +132,7 @@ def _changed_runs(run: PlannedRun, nodes: Sequence[NodeResources]) -> dict[tuple
     """Tables after each single change of a key to which no other check objects."""
     tables = {}
     known = conflicts(run.config, run.spec, nodes[0])
-    for change in changes_of(run.config, nodes[0]):
+    for change in changes_of(run.config):
         if conflicts(change.config, run.spec, nodes[0]) <= known:
             try:
                 placement = plan(change.config, nodes)
@@ -161,36 +162,9 @@ def _effects(
 
 def sft_memory(config: SftConfig, spec: ModelSpec, node: NodeResources) -> MemoryPlan:
     """The plan of a supervised warm start."""
-    trainer = trainer_rank(spec, config.trainer, longest_sample=config.data.max_tokens)
-    world = config.trainer.parallel.world_size
-    if node.gpu_bytes:
-        table = MemoryTable(
-            kind="device",
-            load="a trainer rank",
-            count=world,
-            phases={
-                phase: with_reserve(trainer_items(trainer, config.trainer, phase))
-                for phase in ("train", *((UPDATE,) if config.trainer.optimizer.states_on_host else ()))
-            },
-            available_bytes=min(node.gpu_bytes),
-        )
-    else:
-        processes = MemoryItem(
-            what="trainer processes", num_bytes=world * TRAINER_PROCESS_BYTES, knob="trainer.parallel.data"
-        )
-        table = MemoryTable(
-            kind="host",
-            load="trainer",
-            count=1,
-            phases={"train": (*_of_all_ranks(trainer, world), processes)},
-            available_bytes=node.available_bytes,
-        )
-    shortages = () if table.fits else (Shortage(table=table, changes=()),)
-    return MemoryPlan(tables=(table,), shortages=shortages)
-
-
-def _of_all_ranks(items: Sequence[MemoryItem], count: int) -> list[MemoryItem]:
-    return [replace(item, what=f"trainer {item.what}", num_bytes=count * item.num_bytes) for item in items]
+    tables = sft_tables(config, spec, node)
+    shortages = tuple(Shortage(table=table, changes=()) for table in tables if not table.fits)
+    return MemoryPlan(tables=tables, shortages=shortages)
 
 
 def allocator_problems(transport: Transport, environment: Mapping[str, str]) -> list[str]:

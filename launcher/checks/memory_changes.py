@@ -32,7 +32,7 @@ _SWITCHED: dict[str, tuple[str | int | bool, ...]] = {
     "trainer.optimizer.states_on_host": (True, False),
     "trainer.critic.optimizer.states_on_host": (True, False),
     "trainer.reference.place": ("host", "device"),
-    "trainer.recompute": ("full",),
+    "trainer.recompute": ("full", "selective"),
     "trainer.offload": ("all", "optimizer", "none"),
     "engine.sleep_level": (2, 0),
     "engine.format": ("fp8_channel", "int8"),
@@ -51,7 +51,7 @@ class ChangedConfig:
     config: RunConfig
 
 
-def changes_of(config: RunConfig, node: NodeResources) -> Iterator[ChangedConfig]:
+def changes_of(config: RunConfig) -> Iterator[ChangedConfig]:
     """Changes of keys that have another value now; they may conflict with other keys."""
     for key in _HALVED:
         value = _value(config, key)
@@ -60,8 +60,7 @@ def changes_of(config: RunConfig, node: NodeResources) -> Iterator[ChangedConfig
     for key, values in _SWITCHED.items():
         present = _value(config, key)
         for other in values:
-            lacks_fp8 = other == "fp8_channel" and (node.gpu_capability or (9, 0)) < (8, 9)
-            if other != present and not lacks_fp8 and not (key == "engine.format" and present != "bf16"):
+            if other != present and not (key == "engine.format" and present != "bf16"):
                 yield _change(config, key, other)
     turns = _updated(_updated(config, "trainer.offload", "all"), "engine.sleep_level", 2)
     if turns != config:

@@ -7,24 +7,35 @@ from launcher.checks.formats import kv_format_problems, weight_format_problems
 from launcher.checks.fp8 import fp8_problems
 from launcher.cluster.node import NodeResources
 from launcher.config.schema import RunConfig
+from megatron_rl.activations import recomputation
 from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.memory import kv_bytes_per_token
-from megatron_rl.model.spec import ModelSpec, check_parallel
+from megatron_rl.model.spec import ModelSpec, check_parallel, stage_layers
 from rollout.config import EngineConfig, EvalSetConfig
 from rollout.weights.format import WeightFormat
 
 
-def model_problems(config: RunConfig, spec: ModelSpec, node: NodeResources) -> list[str]:
-    """Problems of a run with its model; `node` says which devices there are."""
+def model_problems(
+    config: RunConfig, spec: ModelSpec, node: NodeResources, *, fraction: float | None = None
+) -> list[str]:
+    """Problems of a run with its model.
+
+    Args:
+        config: of the run.
+        spec: architecture of the model.
+        node: says which devices there are.
+        fraction: the `engine.gpu_memory_fraction` that has sized the KV cache, if one has.
+    """
     responses = {"sampling.max_response_tokens": config.sampling.max_response_tokens}
     responses |= response_lengths(config.evaluation.sets, "evaluation.sets")
     tensor_parallel = config.engine.tensor_parallel
     return [
         *partition_problems(spec, config.trainer.parallel, node),
-        *engine_problems(spec, config.engine, config.data.max_prompt_tokens, responses),
+        *engine_problems(spec, config.engine, config.data.max_prompt_tokens, responses, fraction=fraction),
         *weight_format_problems(spec, WeightFormat.of(config.engine), node, tensor_parallel=tensor_parallel),
         *kv_format_problems(spec, config.engine.kv_format, node),
         *fp8_problems(spec, config.trainer, node),
+        *recompute_problems(spec, config.trainer),
         *_device_phases(config, node),
         *hosted_state_problems(config.trainer, node),
     ]
@@ -45,9 +56,22 @@ def partition_problems(spec: ModelSpec, parallel: ParallelConfig, node: NodeReso
     return problems
 
 
-def engine_problems(spec: ModelSpec, engine: EngineConfig, max_prompt: int, responses: Mapping[str, int]) -> list[str]:
-    """Problems of an engine: heads that do not divide, sequences beyond the model's positions or its cache."""
+def engine_problems(
+    spec: ModelSpec,
+    engine: EngineConfig,
+    max_prompt: int,
+    responses: Mapping[str, int],
+    *,
+    fraction: float | None = None,
+) -> list[str]:
+    """Problems of an engine: heads that do not divide, sequences beyond the model's positions or its cache.
+
+    `fraction` is the `engine.gpu_memory_fraction` that has sized the cache, if one has.
+    """
     problems = []
+    cache = f"`engine.kv_cache_bytes` = {engine.kv_cache_bytes}"
+    if fraction is not None:
+        cache = f"`engine.gpu_memory_fraction` = {fraction:g} leaves {engine.kv_cache_bytes}"
     for heads, count in {"attention heads": spec.num_heads, "key/value heads": spec.num_kv_heads}.items():
         if count % engine.tensor_parallel:
             problems.append(
@@ -60,16 +84,31 @@ def engine_problems(spec: ModelSpec, engine: EngineConfig, max_prompt: int, resp
             problems.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
         needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel, engine.kv_format)
         if engine.gpu_memory_fraction is None and needed > engine.kv_cache_bytes:
-            problems.append(
-                f"{sequence} need {needed} bytes of keys and values, but `engine.kv_cache_bytes` = "
-                f"{engine.kv_cache_bytes}; raise it"
-            )
+            problems.append(f"{sequence} need {needed} bytes of keys and values, but {cache}; raise it")
     return problems
 
 
 def response_lengths(sets: Mapping[str, EvalSetConfig], key: str) -> dict[str, int]:
     """Longest response by the key that bounds it."""
     return {f"{key}.{name}.max_response_tokens": config.max_response_tokens for name, config in sets.items()}
+
+
+def recompute_problems(spec: ModelSpec, trainer: TrainerConfig) -> list[str]:
+    """Problems of `recompute_num_layers` of `trainer.megatron`, with which Megatron's first forward would fail."""
+    if trainer.recompute == "selective" and "recompute_num_layers" in trainer.megatron:
+        return [
+            f"`trainer.megatron` sets recompute_num_layers = {trainer.megatron['recompute_num_layers']}, and "
+            "`trainer.recompute` = selective recomputes no layers; set recompute to full, or remove the field"
+        ]
+    method, size = recomputation(trainer)
+    stages = {len(stage) for stage in stage_layers(spec.num_layers, trainer.parallel.pipeline)}
+    if trainer.recompute != "full" or method != "uniform" or not any(layers % size for layers in stages):
+        return []
+    return [
+        f"`trainer.megatron` sets recompute_num_layers = {size}, which does not divide the "
+        f"{' and '.join(map(str, sorted(stages)))} layers of the pipeline stages; {math.gcd(*stages)} and its divisors "
+        "do, and any number with recompute_method = block"
+    ]
 
 
 def hosted_state_problems(trainer: TrainerConfig, node: NodeResources) -> list[str]:

@@ -1,6 +1,7 @@
 """Checks that a command can write its outputs, before it works for hours. Creates nothing."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 WARM_START_MARKER = ".written_by_sft"
@@ -33,11 +34,20 @@ def file_problems(key: str, path: str) -> list[str]:
     return folder_problems(key, str(Path(path).parent))
 
 
-def warm_start_target(path: str, model: str) -> list[str]:
-    """Problems of a warm start's output directory, which may hold nothing but an earlier warm start."""
-    target = Path(path)
-    if target.resolve() == Path(model).resolve():
+def warm_start_target(path: str, model: str, kept: Mapping[str, str]) -> list[str]:
+    """Problems of a warm start's output directory, which may hold nothing but an earlier warm start.
+
+    Args:
+        path: the directory. It is replaced.
+        model: directory to start from.
+        kept: paths of further files by configuration key; an empty one means no file.
+    """
+    target = Path(path).resolve()
+    if target == Path(model).resolve():
         return [f"`output_dir` = {path} is the model itself; name another directory"]
+    for key, other in {"model": model, **kept}.items():
+        if other and Path(other).resolve().is_relative_to(target):
+            return [f"`{key}` = {other} is in `output_dir` = {path}, which is replaced; name another path"]
     if target.is_dir() and not (target / WARM_START_MARKER).exists():
         return [f"`output_dir` = {path} exists and is no earlier output of `sft`; name another directory"]
-    return folder_problems("output_dir", path)
+    return folder_problems("output_dir", str(target.parent) if target.is_dir() else path)

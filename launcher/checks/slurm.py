@@ -5,6 +5,7 @@ Each sentence names the value, the bound and the fix.
 
 import ipaddress
 import re
+from collections.abc import Sequence
 
 from launcher.config.slurm import ContainerConfig, SlurmConfig
 
@@ -96,13 +97,17 @@ def _extra(line: str) -> list[str]:
     return []
 
 
-def _names(slurm: SlurmConfig) -> list[str]:
-    found = [
-        f"`cluster.slurm.environment` = {name!r} is no variable name; give names only, values come from the shell"
-        for name in slurm.environment
+def variable_names(key: str, names: Sequence[str]) -> list[str]:
+    """Problems of names of variables; those of a job stand in its script, which must hold no value."""
+    return [
+        f"`{key}` = {name!r} is no variable name; give names only, values come from the shell"
+        for name in names
         if not _VARIABLE.fullmatch(name)
     ]
-    return found + [
+
+
+def _names(slurm: SlurmConfig) -> list[str]:
+    return variable_names("cluster.slurm.environment", slurm.environment) + [
         f"`cluster.slurm.modules` = {name!r} is not one word; give one module per entry"
         for name in slurm.modules
         if not _WORD.fullmatch(name)

@@ -35,6 +35,9 @@ RAY_START_TRIES = 3
 """Starts of Ray on a node. Its time limits for a start are fixed (Ray 2.60: `node.py`) and short for a busy machine."""
 COMMAND_TIMEOUT_S = 60.0
 """Of a command that tells facts: `nvidia-smi` wakes every device where drivers do not persist."""
+RESERVED_BYTES = 871 << 20
+"""Device memory that the driver reserves, where `nvidia-smi` does not say how much: that of an A100 of 80 GB, the most
+of the known GPUs."""
 END_OF_RAY = "end of Ray"
 """Name of the thread in which Ray ends."""
 
@@ -48,7 +51,7 @@ class NodeResources:
     available_bytes: int
     """Memory that can be allocated without swapping, the container's limit included."""
     gpu_bytes: tuple[int, ...]
-    """Total memory of each device; empty without GPUs."""
+    """Memory of each device that CUDA gives to processes; empty without GPUs."""
     gpu_ids: tuple[str, ...] = ()
     """Identifiers of the devices if CUDA_VISIBLE_DEVICES limits them; empty if all are visible."""
     gpu_capability: tuple[int, int] | None = None
@@ -82,7 +85,8 @@ def node_resources() -> NodeResources:
 class JobGpu:
     """A GPU of a SLURM job, as far as the submitting machine can know it."""
 
-    memory_bytes: int = 80 << 30
+    memory_bytes: int = 80_998 << 20
+    """Memory that CUDA gives to processes. Unknown GPUs have 79.1 GiB, the least that is known of GPUs of 80 GB."""
     capability: tuple[int, int] | None = None
     """Compute capability; None if unknown."""
 
@@ -169,8 +173,14 @@ def gpu_names() -> list[str]:
 def _gpu_bytes() -> tuple[int, ...]:
     if shutil.which("nvidia-smi") is None:
         return ()
-    listed = command_output(["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"])
-    sizes = [int(line) << 20 for line in listed.splitlines() if line.strip().isdecimal()]
+    query = "--query-gpu=memory.total,memory.reserved"
+    listed = command_output(["nvidia-smi", query, "--format=csv,noheader,nounits"])
+    fields = [line.replace(" ", "").partition(",") for line in listed.splitlines()]
+    sizes = [
+        (int(total) << 20) - (int(reserved) << 20 if reserved.isdecimal() else RESERVED_BYTES)
+        for total, _, reserved in fields
+        if total.isdecimal()
+    ]
     visible = _visible()
     return tuple(sizes) if visible is None else tuple(sizes[: len(visible)])
 

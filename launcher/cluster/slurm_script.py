@@ -34,6 +34,8 @@ class Submission:
     python: str
     """Interpreter that has the package installed; the container's own is used instead where there is a container."""
     stop_before_s: int
+    environment: Sequence[str] = ()
+    """Names of variables that the run needs, besides those of `cluster.slurm.environment`."""
 
     @property
     def log(self) -> Path:
@@ -138,7 +140,7 @@ def _options(slurm: SlurmConfig, submission: Submission) -> list[str]:
         "--requeue",
         *(["--no-kill"] if slurm.nodes + slurm.spares > 1 else []),
         f"--signal=B:USR1@{submission.stop_before_s}",
-        f"--export={','.join((*ALWAYS_EXPORTED, *slurm.environment))}",
+        f"--export={','.join(dict.fromkeys((*ALWAYS_EXPORTED, *slurm.environment, *submission.environment)))}",
         *slurm.extra,
     ]
 

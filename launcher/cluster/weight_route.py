@@ -81,7 +81,8 @@ def detour(config: RunConfig, transport: Transport) -> list[str]:
 def homes(trainers: Sequence[TrainerRank], engines: Sequence[EngineSlot]) -> tuple[tuple[int, ...], ...]:
     """By engine and rank, the trainer rank that hands weights over: the one on its device, or one on its node.
 
-    Equal ranks of all engines on a node get the same trainer rank, so that they share its memory.
+    Equal ranks of the engines on a device, or without devices on a node, get the same trainer rank and share its
+    memory. Engines on different devices have different trainer ranks, each with a copy of its own.
     """
     on_node: dict[str, list[int]] = {}
     for rank in trainers:

@@ -7,6 +7,7 @@ from launcher.checks.check import CheckedRun
 from launcher.cluster.placement import Placement
 from launcher.commands.startup import Workers
 from launcher.config.schema import RunConfig
+from launcher.errors import judging_user_input
 from launcher.run_dir.places import Places
 from megatron_rl.batching.selection import has_signal
 from megatron_rl.controller.colocation import DeviceSharing, KeepSampling, PauseEngines
@@ -14,6 +15,7 @@ from megatron_rl.controller.controller import LoopSettings
 from megatron_rl.controller.delivery import ColocatedDelivery, ShmDelivery, StreamingDelivery, WeightDelivery
 from megatron_rl.controller.phases import TrainPhasePolicy
 from megatron_rl.controller.publisher import Publisher, PublishPart
+from megatron_rl.model.engine_model import check_engine_models
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.weights.reshard_plan import ReshardPlan, plan_reshard
 from rollout.planning.refill import RefillRule
@@ -82,8 +84,15 @@ def build_publisher(
 
 
 def publish_plan(checked: CheckedRun, workers: Workers) -> ReshardPlan:
-    """Pieces that each trainer rank sends to each engine rank; the trainer computes the same plan."""
+    """Pieces that each trainer rank sends to each engine rank; the trainer computes the same plan.
+
+    Raises:
+        LaunchError: an engine has built another model than the trainer.
+    """
     config = checked.config
+    built = workers.engines.built_models(timeout_s=config.publish.timeout_s)
+    with judging_user_input():
+        check_engine_models(checked.spec, built)
     required = workers.engines.required(timeout_s=config.publish.timeout_s)
     workers.trainer.plan_publishes(required)
     return plan_reshard(

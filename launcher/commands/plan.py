@@ -26,6 +26,7 @@ from launcher.estimate.lengths import MEAN_SHARE, Lengths, recorded_lengths, sta
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.roofline import Assumptions
 from launcher.estimate.step_time import StepEstimate, step_estimate
+from launcher.estimate.trainer_kernels import attention_warnings
 from launcher.run_dir.atomic_files import replace_text
 from megatron_rl.model.spec import ModelSpec, read_model_spec
 from rollout.weights.format import WeightFormat
@@ -145,8 +146,10 @@ def planned(config: RunConfig, options: PlanOptions) -> tuple[Report, StepEstima
         warnings=(
             *weight_format_warnings(spec, format, nodes[0]),
             *fp8_warnings(spec, config.trainer, format),
+            *attention_warnings(config.trainer, nodes[0]),
             *(warnings_of_estimate(config, estimate.train.seconds) if estimate else ()),
             *(store_warnings(fitted.config, fitted.placement) if fitted else ()),
+            *_uncounted(config),
         ),
     )
     return report, estimate, given
@@ -175,6 +178,17 @@ def _estimate(spec: ModelSpec, fitted: Fit | None, given: Assumptions, num_gpus:
         return None
     run = PlannedRun(config=fitted.config, spec=spec, placement=fitted.placement, further=fitted.further)
     return step_estimate(run, given, num_gpus=num_gpus)
+
+
+def _uncounted(config: RunConfig) -> list[str]:
+    """Warns of what the estimate of time leaves out: how many groups have no signal is unknown."""
+    groups, most = config.algorithm.prompts_per_step, config.algorithm.max_groups
+    if most == groups:
+        return []
+    return [
+        f"`algorithm.max_refill` = {config.algorithm.max_refill:g}: the estimate counts the rollout of {groups} "
+        f"groups, and a step may sample {most}; the rollout then takes about {most / groups:.1f} times as long"
+    ]
 
 
 def assumptions(config: RunConfig, options: PlanOptions, gpus_per_node: int) -> Assumptions:

@@ -2,7 +2,6 @@
 
 import json
 import secrets
-import shutil
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,10 +16,12 @@ from launcher.endings.conclusion import logs_beside
 from launcher.errors import judging_user_input
 from launcher.run_dir.atomic_files import replace_text
 from launcher.run_dir.console import RunProgress
+from launcher.run_dir.exported import replace_folder
 from megatron_rl.batching.balance import PackingRules, load_kernels
 from megatron_rl.batching.cost_model import cost_model
 from megatron_rl.batching.sft_batch import sft_batches
 from megatron_rl.config import AlgorithmConfig, PublishConfig
+from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.messages import TrainerSpec
 from rollout.data.sft_rows import SftRows, load_sft_rows
 from rollout.data.tokenizer import TokenizerSource
@@ -30,7 +31,6 @@ from rollout.weights.format import WeightFormat
 def sft(checked: CheckedSft) -> None:
     """Train on the data of the configuration and write its `output_dir`."""
     config = checked.config
-    target = Path(config.output_dir)
     ranks = checked.ranks
     placed = Counter([checked.nodes[0].name, *[rank.node for rank in ranks]])
     logs = logs_beside(Path(config.log_path or config.output_dir))
@@ -58,11 +58,20 @@ def sft(checked: CheckedSft) -> None:
         for step, batch in enumerate(batches):
             result = trainer.sft_step(batch)
             log.step(step, result.metrics, tokens=batch.num_tokens, skipped=result.num_skipped_updates)
-        shutil.rmtree(target, ignore_errors=True)
-        trainer.export(str(target))
+        write_output(config, trainer)
+        progress.say(f"wrote {config.output_dir}")
+
+
+def write_output(config: SftConfig, trainer: TrainerGroup) -> None:
+    """Replace `output_dir` by the trained weights, once all of them are on disk beside it."""
+    target = Path(config.output_dir).resolve()
+
+    def write(partial: Path) -> None:
+        trainer.export(str(partial))
         made_of = {"model": config.model, "num_steps": config.num_steps}
-        replace_text(target / WARM_START_MARKER, json.dumps(made_of) + "\n")
-        progress.say(f"wrote {target}")
+        replace_text(partial / WARM_START_MARKER, json.dumps(made_of) + "\n")
+
+    replace_folder(target, target.with_name(f"{WARM_START_MARKER}.{target.name}"), write)
 
 
 def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, SftRows]:

@@ -77,6 +77,7 @@ def prepare(config: RunConfig) -> tuple[Submission, str]:
         work_dir=Path.cwd(),
         python=sys.executable,
         stop_before_s=notice_s,
+        environment=config.reward.environment,
     )
     return submission, render(slurm, submission)
 

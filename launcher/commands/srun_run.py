@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launcher.checks.check import check_run
 from launcher.checks.expected_nodes import expected_nodes
+from launcher.checks.health.reward_environment import unset_problems
 from launcher.checks.health.wandb import run_problems
 from launcher.cluster.job_folder import VARIABLE, JobFolder
 from launcher.cluster.node import node_resources, package_versions
@@ -81,7 +82,7 @@ def _config_of_step(config: RunConfig, step: SlurmStep) -> RunConfig:
 
 def _first(config: RunConfig, folder: JobFolder, step: SlurmStep) -> int:
     nodes = expected_nodes(config.cluster.slurm, node_resources())
-    checked = check_run(config, nodes, run_problems(config.wandb))
+    checked = check_run(config, nodes, [*run_problems(config.wandb), *unset_problems(config.reward)])
     for warning in checked.warnings:
         say(f"warning: {warning}")
     _write_files(config, folder, step)

@@ -134,7 +134,8 @@ class SftConfig(Config):
     model: str
     """Hugging Face directory to start from."""
     output_dir: str
-    """Hugging Face directory to write. It must not exist, or must hold an earlier output of this command."""
+    """Hugging Face directory to write. It must not exist, or must hold an earlier output of this command, which is
+    replaced once the new one is on disk. It holds no other file of this configuration."""
     data: SftDataConfig
     """Training rows."""
     num_steps: int = Field(gt=0)

@@ -31,7 +31,7 @@ class SlurmConfig(Config):
     gpus_per_node: int = Field(default=0, ge=0)
     """GPUs of each node."""
     gpu: Literal["", "a100", "h100", "h200", "b200"] = ""
-    """Kind of these GPUs, for checks before the job has its nodes. Empty: GPUs of 80 GiB; inside an allocation those of
+    """Kind of these GPUs, for checks before the job has its nodes. Empty: GPUs of 80 GB; inside an allocation those of
     this node."""
     cpus_per_node: int = Field(default=0, ge=0)
     """CPUs of each node. 0 requests whole nodes with all memory (`--exclusive --mem=0`). With a number of CPUs, the job

@@ -58,7 +58,10 @@ def parse_value(text: str) -> Value:
         value: Value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"`{text}` is not a YAML value: {_one_line(error)}") from error
-    return value
+    try:
+        return _unshared(value)
+    except RecursionError:
+        raise ConfigError(f"`{text}`: an alias (*name) is inside its own anchor (&name); remove it") from None
 
 
 def dump(values: Mapping[str, object]) -> str:
@@ -95,7 +98,16 @@ def read(path: Path) -> Source:
         _collect(node, path, "", places)
     except RecursionError:
         raise ConfigError(f"{path}: an alias (*name) is inside its own anchor (&name); remove it") from None
-    return Source(values=values, places=places)
+    return Source(values={key: _unshared(value) for key, value in values.items()}, places=places)
+
+
+def _unshared(value: Value) -> Value:
+    """A copy in which no table or list is in two places, as an alias (`*name`) puts it: a change of one stays there."""
+    if isinstance(value, dict):
+        return {key: _unshared(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_unshared(inner) for inner in value]
+    return value
 
 
 def _collect(node: yaml.Node | None, path: Path, prefix: str, places: dict[str, str]) -> None:

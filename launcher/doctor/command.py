@@ -160,7 +160,8 @@ def _address(config: RunConfig, node: str) -> str:
 
 
 def _sample(config: RunConfig) -> list[PromptRow]:
-    return [row for data in config.data.train for row in read_rows(data.path, limit=SAMPLE_ROWS)]
+    train = config.data.train
+    return [row for data in train for row in read_rows(data.path, name=data.name, limit=SAMPLE_ROWS)]
 
 
 def _interval_s(config: RunConfig) -> float | None:

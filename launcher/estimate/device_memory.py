@@ -25,7 +25,7 @@ from launcher.estimate.loads import DeviceLoad
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.publish_memory import device_baselines, device_publish_items
 from launcher.estimate.tables import MemoryTable
-from megatron_rl.config import TrainerConfig
+from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.memory import FURTHER_STATE, GRAPHS, MemoryItem, engine_rank, largest
 from rollout.config import EngineConfig
 
@@ -129,11 +129,19 @@ def with_reserve(items: Sequence[MemoryItem]) -> tuple[MemoryItem, ...]:
 
 def _contexts(run: PlannedRun, load: DeviceLoad) -> MemoryItem:
     """CUDA contexts of the processes, and their NCCL communicators: one a kind of parallelism, one to publish."""
-    parallel = run.config.trainer.parallel
-    sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert, parallel.world_size)
     publishes = int(run.placement.transport == "nccl")
-    communicators = load.num_trainers * (sum(size > 1 for size in sizes) + publishes)
+    communicators = load.num_trainers * (num_communicators(run.config.trainer.parallel) + publishes)
     communicators += load.num_engine_ranks * (int(run.config.engine.tensor_parallel > 1) + publishes)
-    processes = load.num_trainers + load.num_engine_ranks
-    num_bytes = processes * CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
+    return contexts(load.num_trainers + load.num_engine_ranks, communicators)
+
+
+def num_communicators(parallel: ParallelConfig) -> int:
+    """NCCL communicators of a trainer rank: one a kind of parallelism, and one of all ranks."""
+    sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert, parallel.world_size)
+    return sum(size > 1 for size in sizes)
+
+
+def contexts(num_processes: int, communicators: int) -> MemoryItem:
+    """CUDA contexts of the processes on a device, and their NCCL communicators."""
+    num_bytes = num_processes * CONTEXT_BYTES + communicators * COMMUNICATOR_BYTES
     return MemoryItem(what="contexts and NCCL", num_bytes=num_bytes, knob="")

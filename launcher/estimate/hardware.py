@@ -1,8 +1,12 @@
 """Figures of GPUs and of the nodes that they are sold in, from the vendor's datasheets.
 
 Peaks are those of dense products; datasheets of Hopper and Blackwell print twice as much, with sparsity. Links are
-bytes per second in one direction, half of what datasheets print. Memory is what `nvidia-smi` reports, because
-datasheets round it. A network card is counted per GPU, as in the DGX system of the same name.
+bytes per second in one direction, half of what datasheets print. A network card is counted per GPU, as in the DGX
+system of the same name.
+
+Memory is what CUDA gives to processes. `nvidia-smi` lists more as total, and the driver reserves the rest. The H100's
+was measured (`benchmarks/results/first_hour/first_hour.json`). The others are the least totals that were found in
+public reports of torch running out of memory: 79.15 GiB on an A100, 139.72 on an H200, 178.35 on a B200.
 """
 
 from dataclasses import dataclass
@@ -19,6 +23,7 @@ class Gpu:
     capability: tuple[int, int]
     """Compute capability."""
     memory_bytes: int
+    """Memory that CUDA gives to processes."""
     memory_bytes_s: float
     """Bandwidth of the device's memory."""
     bf16_flops: float
@@ -41,7 +46,7 @@ GPUS = {
     "a100": Gpu(
         name="A100 80GB SXM",
         capability=(8, 0),
-        memory_bytes=81_920 * _MIB,
+        memory_bytes=81_049 * _MIB,
         memory_bytes_s=2.039 * _TB,
         bf16_flops=312 * _TB,
         fp8_flops=0,
@@ -55,7 +60,7 @@ GPUS = {
     "h100": Gpu(
         name="H100 80GB SXM",
         capability=(9, 0),
-        memory_bytes=81_559 * _MIB,
+        memory_bytes=85_017_493_504,
         memory_bytes_s=3.35 * _TB,
         bf16_flops=989.4 * _TB,
         fp8_flops=1_978.9 * _TB,
@@ -69,7 +74,7 @@ GPUS = {
     "h200": Gpu(
         name="H200 141GB SXM",
         capability=(9, 0),
-        memory_bytes=143_771 * _MIB,
+        memory_bytes=143_073 * _MIB,
         memory_bytes_s=4.8 * _TB,
         bf16_flops=989.4 * _TB,
         fp8_flops=1_978.9 * _TB,
@@ -83,7 +88,7 @@ GPUS = {
     "b200": Gpu(
         name="B200 180GB SXM",
         capability=(10, 0),
-        memory_bytes=179 * _GIB,
+        memory_bytes=182_630 * _MIB,
         memory_bytes_s=8 * _TB,
         bf16_flops=2_250 * _TB,
         fp8_flops=4_500 * _TB,

@@ -24,8 +24,9 @@ from launcher.estimate.loads import NodeLoad
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.publish_memory import host_baselines, host_publish_items
 from launcher.estimate.tables import MemoryTable
-from megatron_rl.config import OptimizerConfig
+from megatron_rl.config import OptimizerConfig, TrainerConfig
 from megatron_rl.memory import ENGINE_PROCESS_BYTES, TRAINER_PROCESS_BYTES, MemoryItem, checkpoint_bytes, num_parameters
+from megatron_rl.model.spec import ModelSpec
 from megatron_rl.weights.state_sizes import StateSizes, critic_state, rank_state
 
 GPU_PROCESS_BYTES = 3 << 30
@@ -145,7 +146,7 @@ def _pinned(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     engine = run.config.engine
     items = []
     if load.num_trainers and (storages := _offloaded(run)):
-        pinned = load.num_trainers * sum(map(_power_of_two, storages))
+        pinned = load.num_trainers * pinned_bytes(storages)
         knob = "trainer.optimizer.states_on_host" if run.config.trainer.offload == "none" else "trainer.offload"
         items.append(MemoryItem(what="pinned offload", num_bytes=pinned, knob=knob))
     if engine.sleep_level == 1 and load.num_engine_ranks:
@@ -160,10 +161,10 @@ def _offloaded(run: PlannedRun) -> tuple[int, ...]:
     """Bytes of each storage that a trainer rank copies to pinned memory at some time."""
     trainer, critic = run.config.trainer, _largest_critic(run)
     if trainer.offload == "none":
-        storages = _largest_state(run).optimizer if trainer.optimizer.states_on_host else ()
+        storages = largest_state(run.spec, run.config.trainer).optimizer if trainer.optimizer.states_on_host else ()
         hosted = critic is not None and trainer.critic.optimizer.states_on_host
         return storages + (critic.optimizer if critic is not None and hosted else ())
-    state = _largest_state(run)
+    state = largest_state(run.spec, run.config.trainer)
     weights = state.weight_storages if trainer.offload == "all" else ()
     return state.optimizer + weights + _further_storages(run)
 
@@ -173,8 +174,8 @@ def reference_copies(run: PlannedRun, load: NodeLoad, *, pinned: bool) -> Sequen
     trainer, reference = run.config.trainer, run.further.reference
     if reference is None or trainer.reference.place != "host" or not load.num_trainers:
         return []
-    storages = _largest_state(run).weight_storages
-    num_bytes = load.num_trainers * sum(map(_power_of_two, storages) if pinned else storages)
+    storages = largest_state(run.spec, run.config.trainer).weight_storages
+    num_bytes = load.num_trainers * (pinned_bytes(storages) if pinned else sum(storages))
     return [MemoryItem(what="reference copies", num_bytes=num_bytes, knob="trainer.reference.place")]
 
 
@@ -183,14 +184,13 @@ def _further_storages(run: PlannedRun) -> tuple[int, ...]:
     critic = _largest_critic(run)
     storages = () if critic is None else critic.optimizer + critic.weight_storages
     if run.further.reference is not None and run.config.trainer.reference.place == "device":
-        storages += _largest_state(run).weight_storages
+        storages += largest_state(run.spec, run.config.trainer).weight_storages
     return storages
 
 
-def _largest_state(run: PlannedRun) -> StateSizes:
+def largest_state(spec: ModelSpec, trainer: TrainerConfig) -> StateSizes:
     """State of the pipeline stage with most bytes."""
-    trainer = run.config.trainer
-    stages = [rank_state(run.spec, trainer, pipeline_rank=rank) for rank in range(trainer.parallel.pipeline)]
+    stages = [rank_state(spec, trainer, pipeline_rank=rank) for rank in range(trainer.parallel.pipeline)]
     return max(stages, key=lambda state: state.total)
 
 
@@ -203,8 +203,9 @@ def _largest_critic(run: PlannedRun) -> StateSizes | None:
     return max(stages, key=lambda state: state.total)
 
 
-def _power_of_two(num_bytes: int) -> int:
-    return 1 << (num_bytes - 1).bit_length()
+def pinned_bytes(storages: Sequence[int]) -> int:
+    """Bytes of pinned copies of storages of so many bytes."""
+    return sum(1 << (num_bytes - 1).bit_length() for num_bytes in storages)
 
 
 def checkpoint_copies(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
@@ -212,7 +213,7 @@ def checkpoint_copies(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
 
     Experts have fewer replicas; the parts of all parameters are estimated with theirs.
     """
-    trainer, state, critic = run.config.trainer, _largest_state(run), _largest_critic(run)
+    trainer, state, critic = run.config.trainer, largest_state(run.spec, run.config.trainer), _largest_critic(run)
     if not run.config.checkpoint.background or not load.num_trainers:
         return []
     num_replicas = trainer.parallel.data // trainer.parallel.expert

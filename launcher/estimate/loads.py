@@ -40,6 +40,9 @@ class NodeLoad:
     """History shards."""
     num_readers: int
     """History readers, 0 or 1."""
+    num_staged_shards: int
+    """Shards that the node's trainer ranks hold for engine ranks in shared memory. Those that a trainer rank holds for
+    equal ranks of several engines count once."""
 
     @property
     def title(self) -> str:
@@ -69,6 +72,10 @@ def node_loads(placement: Placement) -> dict[NodeLoad, list[str]]:
         ranks[slot.node] += slot.num_ranks
     history = placement.history
     shards, scorers = Counter(history.shards), Counter(placement.scorers)
+    node_of = {trainer.rank: trainer.node for trainer in placement.trainers}
+    homes = placement.homes if placement.transport == "shm" else ()
+    held = {(host, rank) for home in homes for rank, host in enumerate(home)}
+    staged = Counter(node_of[host] for host, _ in held)
     loads: dict[NodeLoad, list[str]] = {}
     for number, node in enumerate(placement.nodes):
         load = NodeLoad(
@@ -79,6 +86,7 @@ def node_loads(placement: Placement) -> dict[NodeLoad, list[str]]:
             num_scorers=scorers[node],
             num_shards=shards[node],
             num_readers=int(node in history.readers),
+            num_staged_shards=staged[node],
         )
         loads.setdefault(load, []).append(node)
     return loads

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from launcher.cluster.placement import Placement
 from launcher.config.schema import RunConfig
+from megatron_rl.activations import Kernels
 from megatron_rl.memory import NO_FURTHER, FurtherSpecs, MemoryItem, largest, trainer_stages, weight_bytes
 from megatron_rl.model.spec import ModelSpec
 from rollout.weights.format import WeightFormat
@@ -19,6 +20,8 @@ class PlannedRun:
     placement: Placement
     further: FurtherSpecs = NO_FURTHER
     """What the algorithm needs beside the policy."""
+    kernels: Kernels = "fused"
+    """Of the trainer's layers (`launcher.estimate.trainer_kernels`)."""
 
     @property
     def publish_bytes(self) -> int:
@@ -54,6 +57,7 @@ class PlannedRun:
             longest_sample=self.longest_sample,
             step_tokens=self.step_tokens,
             further=self.further,
+            kernels=self.kernels,
         )
 
     @property

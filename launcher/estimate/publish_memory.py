@@ -4,6 +4,9 @@ Sources: `rollout.transports.colocated` (a region on the device with all buckets
 buffers for buckets of other devices), `rollout.transports.streaming` (two buffers on each end, baselines of deltas),
 `rollout.transports.shm` (all buckets in shared memory, and one buffer), `megatron_rl.weights.packer` (boxes in FP32,
 and the published values of one layer for the proof).
+
+On one node shared memory holds all buckets once. Over several nodes each trainer rank has a region with the shards of
+the engine ranks that it hands over (`ColocatedDelivery`), so engines on other devices of the node have their own copy.
 """
 
 from collections.abc import Sequence
@@ -75,7 +78,11 @@ def host_publish_items(run: PlannedRun, load: NodeLoad) -> Sequence[MemoryItem]:
     """Items in the memory of a node during a publish."""
     transport = run.placement.transport
     if transport == "shm":
-        return [MemoryItem(what="weights in transit", num_bytes=run.publish_bytes, knob="engine.format")]
+        staged, knob = run.publish_bytes, "engine.format"
+        if run.placement.spans_nodes:
+            staged = load.num_staged_shards * -(-run.publish_bytes // run.config.engine.tensor_parallel)
+            knob = "engine.tensor_parallel"
+        return [MemoryItem(what="weights in transit", num_bytes=staged, knob=knob)]
     if transport == "gloo":
         ends = load.num_trainers + load.num_engine_ranks
         return [

@@ -57,9 +57,12 @@ class Assumptions:
         return self.nvlink_bytes_s if num_ranks <= self.gpus_per_node else self.nic_bytes_s
 
     def product_s(self, flops: float, *, eight_bit: float = 0.0, int8: bool = False) -> float:
-        """Seconds of products on one device; `eight_bit` is the share of them with 8-bit inputs."""
-        peak = self.gpu.int8_flops if int8 else self.gpu.fp8_flops
-        fast = flops * eight_bit / peak if eight_bit and peak else 0.0
+        """Seconds of products on one device; `eight_bit` is the share of them with 8-bit inputs.
+
+        Without products of that format, the device multiplies in BF16.
+        """
+        peak = (self.gpu.int8_flops if int8 else self.gpu.fp8_flops) or self.gpu.bf16_flops
+        fast = flops * eight_bit / peak
         slow = flops * (1.0 - eight_bit) / self.gpu.bf16_flops
         return (fast + slow) / self.product_share
 

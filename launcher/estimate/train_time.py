@@ -1,9 +1,10 @@
 """Estimate of the seconds in which the trainer trains one step. Pure.
 
 A forward does two operations for each weight and token, and attention; a backward twice as much. `trainer.recompute` =
-full repeats the forward of the layers, the output layer always repeats its forward (`megatron_rl.model.logprobs`). With
-several optimizer steps, batch normalisation or means over kept tokens, `old_logprobs` take one more forward of all
-samples (`megatron_rl.trainer.learner`).
+full repeats the forward of the layers, or of some (`recompute_num_layers` of `trainer.megatron`), and selective that of
+attention. The output layer always repeats its forward (`megatron_rl.model.logprobs`). FP32 products take twice as long
+(TF32). With several optimizer steps, batch normalisation or means over kept tokens, `old_logprobs` take one more
+forward of all samples (`megatron_rl.trainer.learner`).
 
 A reference policy takes one forward more, and a critic what the policy takes, without logits.
 
@@ -20,6 +21,7 @@ import numpy as np
 
 from launcher.estimate.planned_run import PlannedRun
 from launcher.estimate.roofline import Assumptions, all_reduce_bytes, attention_flops, linear_weights, output_weights
+from megatron_rl.activations import recomputed_share
 from megatron_rl.config import OptimizerConfig, TrainerConfig
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.weights.state_sizes import StateSizes, critic_state, rank_state
@@ -79,6 +81,8 @@ class _Passes:
     """Forwards' worth of work over all samples of a step; a backward is worth two."""
 
     layers: float
+    """Linear layers, and exchanges between ranks."""
+    attention: float
     output: float
 
 
@@ -86,8 +90,18 @@ def _passes(run: PlannedRun, num_updates: int) -> _Passes:
     epochs = run.config.algorithm.num_epochs
     waits = run.config.algorithm.needs_all_logprobs or run.further.critic is not None
     old_logprobs = 1.0 if num_updates > 1 or waits else 0.0
-    again = 1.0 if run.config.trainer.recompute == "full" else 0.0
-    return _Passes(layers=epochs * (3.0 + again) + old_logprobs, output=epochs * 4.0 + old_logprobs)
+    layers, attention = _learning(run.spec, run.config.trainer)
+    return _Passes(
+        layers=epochs * layers + old_logprobs,
+        attention=epochs * attention + old_logprobs,
+        output=epochs * 4.0 + old_logprobs,
+    )
+
+
+def _learning(spec: ModelSpec, trainer: TrainerConfig) -> tuple[float, float]:
+    """Forwards' worth of linear layers and of attention in a forward and backward pass."""
+    layers = 3.0 + recomputed_share(spec, trainer)
+    return layers, 4.0 if trainer.recompute == "selective" else layers
 
 
 _Work: TypeAlias = tuple[ModelSpec, _Passes]
@@ -97,12 +111,13 @@ _Work: TypeAlias = tuple[ModelSpec, _Passes]
 def _further_work(run: PlannedRun) -> list[_Work]:
     """One forward of the reference; one of the critic, which then learns as often as the policy, without logits."""
     epochs = run.config.algorithm.num_epochs
-    again = 1.0 if run.config.trainer.recompute == "full" else 0.0
     work = []
     if run.further.reference is not None:
-        work.append((run.further.reference, _Passes(layers=1.0, output=1.0)))
-    if run.further.critic is not None:
-        work.append((run.further.critic, _Passes(layers=epochs * (3.0 + again) + 1.0, output=0.0)))
+        work.append((run.further.reference, _Passes(layers=1.0, attention=1.0, output=1.0)))
+    if (critic := run.further.critic) is not None:
+        layers, attention = _learning(critic, run.config.trainer)
+        passes = _Passes(layers=epochs * layers + 1.0, attention=epochs * attention + 1.0, output=0.0)
+        work.append((critic, passes))
     return work
 
 
@@ -111,11 +126,11 @@ def _products_s(run: PlannedRun, given: Assumptions, tokens: float, squares: flo
     (spec, passes), trainer = work, run.config.trainer
     world = trainer.parallel.world_size
     linear = passes.layers * 2.0 * linear_weights(spec) * tokens / world
-    attention = passes.layers * attention_flops(spec, squares / 2) / world
+    attention = passes.attention * attention_flops(spec, squares / 2) / world
     output = passes.output * 2.0 * output_weights(spec) * tokens / world
     eight_bit = 0.0 if trainer.fp8 == "none" else 1.0
     slower = 1.0 if trainer.dtype == "bf16" else 2.0
-    return given.product_s(linear, eight_bit=eight_bit) + given.product_s(slower * (attention + output))
+    return given.product_s(slower * linear, eight_bit=eight_bit) + given.product_s(slower * (attention + output))
 
 
 def _communication_s(run: PlannedRun, given: Assumptions, tokens: float, work: _Work) -> float:

@@ -15,6 +15,8 @@ from rollout.types import EngineSlot
 
 REACH_EVERY_NODE = ("gloo", "nccl")
 """Transports of weights to engines on any node."""
+SAME_KIND = 0.99
+"""Least share of a lost device's memory that a device of the same kind has: drivers reserve different amounts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +77,7 @@ def _givers(placement: Placement, lost: Collection[str], known: Mapping[str, Nod
 
 
 def _is_as_large(node: NodeResources, lost: NodeResources) -> bool:
-    least = min(lost.gpu_bytes, default=0)
+    least = SAME_KIND * min(lost.gpu_bytes, default=0)
     return (
         node.cpu_cores >= lost.cpu_cores
         and len(node.gpu_bytes) >= len(lost.gpu_bytes)

@@ -37,15 +37,27 @@ def replace_policy(run_dir: Path, step: int, export: Callable[[str], None]) -> N
     Raises:
         OSError: a file could not be written; so do the errors of `export`. The earlier folder stays then.
     """
-    target, partial = run_dir / POLICY, run_dir / f"{POLICY}.partial"
+
+    def write(partial: Path) -> None:
+        export(str(partial))
+        mark(partial, step)
+
+    replace_folder(run_dir / POLICY, run_dir / f"{POLICY}.partial", write)
+
+
+def replace_folder(target: Path, partial: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` make the folder `partial` beside `target`, which it then replaces.
+
+    Raises:
+        OSError: a file could not be written; so do the errors of `write`. The earlier folder stays then.
+    """
     shutil.rmtree(partial, ignore_errors=True)
-    export(str(partial))
-    mark(partial, step)
+    write(partial)
     sync_tree(partial)
     _unmark(target)
     shutil.rmtree(target, ignore_errors=True)
     partial.rename(target)
-    sync_folder(run_dir)
+    sync_folder(target.parent)
 
 
 def forget_policy(run_dir: Path, first_step: int) -> None:

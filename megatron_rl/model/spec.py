@@ -2,7 +2,8 @@
 
 `read_model_spec` turns the file into a `ModelSpec`, the architecture for the model builder, the table of weight names
 and the memory arithmetic. Features that the trainer does not implement exactly (other families, sliding windows, other
-rotary scalings, other biases) are refused by name, so that no run trains a different model silently.
+rotary scalings, other biases) are refused by name, so that no run trains a different model silently. So are keys that
+vLLM honours and transformers ignores: an engine would sample from another model than the trainer's.
 
 Pure: imports neither torch nor megatron.
 """
@@ -19,6 +20,16 @@ Family = Literal["llama", "qwen2", "qwen3", "qwen3_moe"]
 
 VOCAB_ALIGNMENT = 64
 """Vocabulary rows of every tensor-parallel rank are padded to a multiple of this, on every device."""
+
+_ONLY_OF_VLLM: dict[str, tuple[object, ...]] = {"dual_chunk_attention_config": (), "is_causal": (True,)}
+"""Keys that vLLM's models read and transformers' do not, with the values that change nothing."""
+
+_ONLY_OF_VLLM_IN: dict[Family, dict[str, tuple[object, ...]]] = {
+    "llama": {"sliding_window": (), "logit_scale": (1,), "bias": (False,), "qkv_bias": (False,)},
+    "qwen2": {"qk_norm": (False,)},
+    "qwen3_moe": {"shared_expert_intermediate_size": (0,)},
+}
+"""The same for models of one family."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +156,7 @@ def read_model_spec(directory: Path) -> ModelSpec:
 
 def _spec(config: _Reader) -> ModelSpec:
     family = _family(config)
-    _refuse_unsupported(config)
+    _refuse_unsupported(config, family)
     num_heads = config.integer("num_attention_heads")
     hidden_size = config.integer("hidden_size")
     num_kv_heads = config.integer("num_key_value_heads", num_heads)
@@ -201,40 +212,52 @@ def _family(config: _Reader) -> Family:
     raise ValueError(f"{config.path}: model_type {name!r} is not supported by the trainer; needs one of {known_names}")
 
 
-def _refuse_unsupported(config: _Reader) -> None:
+def _refuse_unsupported(config: _Reader, family: Family) -> None:
     config.refuse("hidden_act", "silu")
     config.refuse("attention_bias", False)
     config.refuse("mlp_bias", False)
     config.refuse("use_sliding_window", False)
-    config.refuse("partial_rotary_factor", 1, 1.0)
+    config.refuse("partial_rotary_factor", 1)
     config.refuse("quantization_config")
+    for key, harmless in (_ONLY_OF_VLLM | _ONLY_OF_VLLM_IN.get(family, {})).items():
+        config.refuse(key, *harmless)
     kinds = config.values.get("layer_types")
     if isinstance(kinds, list) and (other := [kind for kind in kinds if kind != "full_attention"]):
         raise ValueError(f"{config.path}: layer_types holds {other[0]!r}; the trainer has full_attention only")
 
 
 def _rope(config: _Reader) -> tuple[float, RopeScaling | None]:
-    """Rotary base and scaling, from `rope_parameters` (transformers >= 5) or from the older pair of keys."""
-    scaling = config.table("rope_parameters") or config.table("rope_scaling")
-    theta = (
-        scaling.number("rope_theta", config.number("rope_theta", 10000.0))
-        if scaling
-        else config.number("rope_theta", 10000.0)
-    )
-    if scaling is None:
-        return theta, None
-    kind = scaling.values.get("rope_type", scaling.values.get("type", "default"))
+    """Rotary base and scaling, from `rope_parameters` (transformers >= 5) or from the older pair of keys.
+
+    If a file has both tables, transformers and vLLM read `rope_scaling` alone.
+    """
+    tables = {
+        key: table for key in ("rope_parameters", "rope_scaling") if (table := config.table(key)) and table.values
+    }
+    if not tables:
+        return config.number("rope_theta", 10000.0), None
+    read = [_read_rope(config, key, table) for key, table in tables.items()]
+    if read[0] != read[-1]:
+        both = " and ".join(f"{key} = {table.values!r}" for key, table in tables.items())
+        raise ValueError(f"{config.path}: {both} are different rotary embeddings; remove the one that is not meant")
+    return read[0]
+
+
+def _read_rope(config: _Reader, key: str, table: _Reader) -> tuple[float, RopeScaling | None]:
+    table.refuse("partial_rotary_factor", 1)
+    theta = table.number("rope_theta", config.number("rope_theta", 10000.0))
+    kind = table.values.get("rope_type", table.values.get("type", "default"))
     if kind == "default":
         return theta, None
     if kind != "llama3":
         raise ValueError(
-            f"{config.path}: rope_type {kind!r} is not supported by the trainer; needs 'default' or 'llama3'"
+            f"{config.path}: rope_type {kind!r} in {key} is not supported by the trainer; needs 'default' or 'llama3'"
         )
     return theta, RopeScaling(
-        factor=scaling.number("factor"),
-        low_freq_factor=scaling.number("low_freq_factor"),
-        high_freq_factor=scaling.number("high_freq_factor"),
-        original_max_positions=scaling.integer("original_max_position_embeddings"),
+        factor=table.number("factor"),
+        low_freq_factor=table.number("low_freq_factor"),
+        high_freq_factor=table.number("high_freq_factor"),
+        original_max_positions=table.integer("original_max_position_embeddings"),
     )
 
 

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from megatron_rl.model.spec import ModelSpec
 from megatron_rl.quantization import fp8_parameters
 from megatron_rl.weights.shards import Shard
-from megatron_rl.weights.weight_files import check_shapes, directory_shapes, weight_files
+from megatron_rl.weights.weight_files import check_shapes, directory_tensors, weight_files
 from rollout import progress
 
 
@@ -64,7 +64,7 @@ def load(model: torch.nn.Module, shards: tuple[Shard, ...], spec: ModelSpec, dir
     held: dict[str, list[Shard]] = {name: [] for name in parameters}
     for shard in shards:
         held[shard.megatron_name].append(shard)
-    check_shapes(directory_shapes(directory), spec, directory)
+    check_shapes(directory_tensors(directory), spec, directory)
     with open_tensors(directory) as tensors:
         for name, parameter in parameters.items():
             progress.mark(f"read {name}")

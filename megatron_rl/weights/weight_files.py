@@ -2,12 +2,15 @@
 
 A file starts with the length of its header (8 bytes, little endian) and the header: JSON with dtype, shape and byte
 range of each tensor, counted from the header's end. Only headers are read. So an incomplete download or a directory of
-another model is refused within milliseconds, before any process starts. Pure: imports no torch.
+another model is refused within milliseconds, before any process starts. `check_tied_output` alone reads weights.
+Pure: imports no torch.
 """
 
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from megatron_rl.model.spec import ModelSpec
@@ -30,7 +33,26 @@ _ELEMENT_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64"), 8),
 }
-Shapes = dict[str, tuple[int, ...]]
+_READ_BYTES = 1 << 24
+"""Bytes of each matrix that are in memory while two are compared."""
+
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredTensor:
+    """Where a tensor lies, from the header of its file."""
+
+    path: Path
+    dtype: str
+    """In the words of safetensors: `BF16`, `F32`."""
+    shape: tuple[int, ...]
+    start: int
+    """First byte in the file."""
+    num_bytes: int
+
+
+StoredTensors = dict[str, StoredTensor]
 
 
 def weight_files(directory: Path) -> list[Path]:
@@ -55,8 +77,8 @@ def weight_files(directory: Path) -> list[Path]:
     return paths
 
 
-def file_shapes(path: Path) -> Shapes:
-    """Name and shape of each tensor of one file.
+def file_tensors(path: Path) -> StoredTensors:
+    """The tensors of one file, by name.
 
     Raises:
         ValueError: the header is corrupt, or the file is shorter or longer than its header says.
@@ -76,21 +98,19 @@ def file_shapes(path: Path) -> Shapes:
         file.seek(_LENGTH_BYTES)
         header = file.read(length)
     try:
-        entries = json.loads(header)
-        shapes, end = _read_entries(entries)
+        tensors = _read_entries(json.loads(header), path, _LENGTH_BYTES + length)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path}: its header is corrupt ({type(error).__name__}: {error}); fetch it again") from error
-    expected = _LENGTH_BYTES + length + end
+    expected = max((tensor.start + tensor.num_bytes for tensor in tensors.values()), default=_LENGTH_BYTES + length)
     if expected != size:
         fault = "cut short" if size < expected else "not the file that its header describes"
         raise ValueError(f"{path} has {size} bytes, its header says {expected}: it is {fault}; fetch it again")
-    return shapes
+    return tensors
 
 
-def _read_entries(entries: Mapping[str, Mapping[str, object]]) -> tuple[Shapes, int]:
-    """Shapes, and the byte at which the last tensor ends; raises for an entry that contradicts itself."""
-    shapes: Shapes = {}
-    end = 0
+def _read_entries(entries: Mapping[str, Mapping[str, object]], path: Path, begin: int) -> StoredTensors:
+    """The tensors of a file whose data begin at byte `begin`; raises for an entry that contradicts itself."""
+    tensors: StoredTensors = {}
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
@@ -101,17 +121,31 @@ def _read_entries(entries: Mapping[str, Mapping[str, object]]) -> tuple[Shapes, 
         num_bytes = math.prod(map(int, shape)) * _ELEMENT_BYTES.get(dtype, 0)
         if start < 0 or stop < start or (num_bytes != stop - start and dtype in _ELEMENT_BYTES):
             raise ValueError(f"tensor {name} is {dtype} {shape} at bytes {start} to {stop}")
-        shapes[name] = tuple(map(int, shape))
-        end = max(end, stop)
-    return shapes, end
+        tensors[name] = StoredTensor(
+            path=path, dtype=dtype, shape=tuple(map(int, shape)), start=begin + start, num_bytes=stop - start
+        )
+    return tensors
 
 
-def directory_shapes(directory: Path) -> Shapes:
-    """Name and shape of each tensor of `directory`; raises as `weight_files` and `file_shapes` do."""
-    return {name: shape for path in weight_files(directory) for name, shape in file_shapes(path).items()}
+def directory_tensors(directory: Path) -> StoredTensors:
+    """The tensors of `directory`, by name; files that its index does not name are not read.
+
+    Raises:
+        ValueError: as `weight_files` and `file_tensors` do, or two files hold the same tensor.
+    """
+    found: StoredTensors = {}
+    for path in weight_files(directory):
+        for name, tensor in file_tensors(path).items():
+            if name in found:
+                raise ValueError(
+                    f"{directory}: {found[name].path.name} and {path.name} both hold {name}; remove the file that is "
+                    "not of this model, or fetch the directory again"
+                )
+            found[name] = tensor
+    return found
 
 
-def check_shapes(actual: Shapes, spec: ModelSpec, directory: Path) -> None:
+def check_shapes(actual: StoredTensors, spec: ModelSpec, directory: Path) -> None:
     """Compare names and shapes of a directory with those of the model.
 
     Raises:
@@ -119,12 +153,13 @@ def check_shapes(actual: Shapes, spec: ModelSpec, directory: Path) -> None:
     """
     expected = hf_shapes(spec)
     # Some tied checkpoints contain the output layer too, a copy of the embedding.
-    allowed = {"lm_head.weight"} if spec.tied else set()
-    unexpected = {name for name in actual.keys() - expected.keys() - allowed if not name.endswith(_IGNORED_SUFFIXES)}
+    allowed = {_OUTPUT: expected[_EMBEDDING]} if spec.tied else {}
+    known = expected | allowed
+    unexpected = {name for name in actual.keys() - known.keys() if not name.endswith(_IGNORED_SUFFIXES)}
     shapes = {
-        f"{name} is {list(actual[name])}, not {list(expected[name])}"
-        for name in actual.keys() & expected.keys()
-        if actual[name] != expected[name]
+        f"{name} is {list(actual[name].shape)}, not {list(known[name])}"
+        for name in actual.keys() & known.keys()
+        if actual[name].shape != known[name]
     }
     problems = {"missing": expected.keys() - actual.keys(), "unexpected": unexpected, "of another shape": shapes}
     lines = [_listed(problem, names) for problem, names in problems.items() if names]
@@ -133,6 +168,34 @@ def check_shapes(actual: Shapes, spec: ModelSpec, directory: Path) -> None:
             f"{directory} does not hold the {spec.family} model of its config.json: {'; '.join(lines)}; "
             "config.json and weights must come from the same model"
         )
+
+
+def check_tied_output(actual: StoredTensors, spec: ModelSpec, directory: Path) -> None:
+    """Compare the output layer that a tied model's files hold with the embedding; reads both, a part at a time.
+
+    Call it once before a start, after `check_shapes`: trainer ranks read the embedding alone.
+
+    Raises:
+        ValueError: they differ, so config.json describes another model.
+    """
+    if not spec.tied or _OUTPUT not in actual:
+        return
+    embedding, output = actual[_EMBEDDING], actual[_OUTPUT]
+    if embedding.dtype != output.dtype or not _hold_equal_bytes(embedding, output):
+        raise ValueError(
+            f"{directory}: config.json says tie_word_embeddings = true, but {_OUTPUT} ({output.dtype}) is no copy of "
+            f"{_EMBEDDING} ({embedding.dtype}) and would be lost; set tie_word_embeddings to false, or remove {_OUTPUT}"
+        )
+
+
+def _hold_equal_bytes(one: StoredTensor, other: StoredTensor) -> bool:
+    if one.num_bytes != other.num_bytes:
+        return False
+    with one.path.open("rb") as first, other.path.open("rb") as second:
+        first.seek(one.start)
+        second.seek(other.start)
+        cuts = [*range(0, one.num_bytes, _READ_BYTES), one.num_bytes]
+        return all(first.read(stop - start) == second.read(stop - start) for start, stop in pairwise(cuts))
 
 
 def _listed(problem: str, names: set[str]) -> str:

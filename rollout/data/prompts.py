@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rollout.data.chat_template import ChatMessage
 from rollout.data.rows import PromptRow, read_rows
-from rollout.data.tokenizer import ChatMessage, Tokenizer
+from rollout.data.tokenizer import Tokenizer
 from rollout.types import Prompt, PromptId, TokenIds
 
 Overlong = Literal["refuse", "drop", "truncate"]
@@ -54,15 +55,15 @@ class PromptLoader:
                 or all prompts are too long (`drop`).
         """
         name = name or Path(path).stem
-        rows = read_rows(path, limit=limit)
+        rows = read_rows(path, name=name, limit=limit)
         ids = self._tokenise(rows)
         long = [index for index, token_ids in enumerate(ids) if len(token_ids) > max_prompt_tokens]
         if long and overlong == "refuse":
             first = rows[long[0]]
             raise ValueError(
                 f"{first.where}: prompt has {len(ids[long[0]])} tokens, max_prompt_tokens is {max_prompt_tokens} "
-                f"({len(long)} of {len(rows)} prompts are too long); raise it, or set overlong_prompts to drop or "
-                "truncate"
+                f"({len(long)} of {len(rows)} prompts are too long); raise it, or remove them (for training data, "
+                "data.overlong_prompts can be drop or truncate)"
             )
         dropped = set(long) if overlong == "drop" else set()
         if len(dropped) == len(rows):
@@ -72,7 +73,7 @@ class PromptLoader:
         return LoadedPrompts(
             name=name,
             prompts=tuple(
-                _prompt(row, token_ids[-max_prompt_tokens:], prompt_id=PromptId(f"{name}/{index}"), name=name)
+                _prompt(row, token_ids[-max_prompt_tokens:], prompt_id=PromptId(f"{name}/{index}"))
                 for index, (row, token_ids) in enumerate(zip(rows, ids, strict=True))
                 if index not in dropped
             ),
@@ -104,11 +105,11 @@ def render(prompt: str | tuple[ChatMessage, ...], tokenizer: Tokenizer, *, where
         raise ValueError(f"{where}: {error}") from error
 
 
-def _prompt(row: PromptRow, token_ids: TokenIds, *, prompt_id: PromptId, name: str) -> Prompt:
+def _prompt(row: PromptRow, token_ids: TokenIds, *, prompt_id: PromptId) -> Prompt:
     token_ids.flags.writeable = False
     return Prompt(
         prompt_id=prompt_id,
-        data_source=row.data_source or name,
+        data_source=row.data_source,
         token_ids=token_ids,
         ground_truth=row.ground_truth,
         extra_info_json=row.extra_info_json,

@@ -3,20 +3,22 @@
 Columns (as in common data sets)
 * `prompt`: text, or chat messages `[{"role": ..., "content": ...}, ...]`
 * ground truth: the first present of `reward_model.ground_truth`, `ground_truth`, `answer`; numbers, lists and objects
-  become JSON text
+  become JSON text, decimals and dates of a `.parquet` file their digits
 * `data_source`: text, optional; the data set's name where absent
 * `extra_info`: any value, optional
 
 Every error names the file and the line (`.jsonl`, from 1) or row (`.parquet`, from 1).
 """
 
+import datetime
+import decimal
 import json
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollout.data.tokenizer import ChatMessage
+from rollout.data.chat_template import ChatMessage
 
 RawRows = Generator[tuple[str, object], None, None]
 
@@ -29,21 +31,24 @@ class PromptRow:
     """File and line, for errors."""
     prompt: str | tuple[ChatMessage, ...]
     data_source: str
-    """Empty where the row has none."""
+    """That of the row, or the name of its data set."""
     ground_truth: str
     extra_info_json: str
 
 
-def read_rows(path: str, *, limit: int = 0) -> list[PromptRow]:
+def read_rows(path: str, *, name: str = "", limit: int = 0) -> list[PromptRow]:
     """The rows of a file in order, only the first `limit` if it is positive; blank lines are skipped.
+
+    `name` of the data set defaults to the stem of `path`.
 
     Raises:
         ValueError: the file is missing, of another kind or empty, or a row has the wrong shape.
     """
     rows: list[PromptRow] = []
+    name = name or Path(path).stem
     with closing(raw_rows(path)) as raw:
         for where, values in raw:
-            rows.append(_row(values, where=where))
+            rows.append(_row(values, where=where, name=name))
             if len(rows) == limit:
                 break
     if not rows:
@@ -97,7 +102,7 @@ def _parquet_rows(file: Path) -> RawRows:
         raise ValueError(f"{file}, behind row {number}: the parquet file is corrupt: {error}") from error
 
 
-def _row(values: object, *, where: str) -> PromptRow:
+def _row(values: object, *, where: str, name: str) -> PromptRow:
     if not isinstance(values, dict):
         raise ValueError(f"{where}: a row must be an object with `prompt` and a ground truth, not {_brief(values)}")
     source = values.get("data_source")
@@ -106,7 +111,7 @@ def _row(values: object, *, where: str) -> PromptRow:
     return PromptRow(
         where=where,
         prompt=prompt_of(values, where=where),
-        data_source=source or "",
+        data_source=source or name,
         ground_truth=_ground_truth(values, where=where),
         extra_info_json=json.dumps(values.get("extra_info"), default=str, ensure_ascii=False),
     )
@@ -147,7 +152,21 @@ def _ground_truth(values: Mapping[str, object], *, where: str) -> str:
     truth = next((value for value in candidates if value is not None), None)
     if truth is None:
         raise ValueError(f"{where}: no ground truth; give `answer`, `ground_truth` or `reward_model.ground_truth`")
-    return truth if isinstance(truth, str) else json.dumps(truth, default=str, ensure_ascii=False)
+    if isinstance(truth, str):
+        return truth
+    if isinstance(truth, decimal.Decimal):
+        return format(truth, "f")
+    if isinstance(truth, datetime.date | datetime.time | datetime.timedelta):
+        return str(truth)
+    if isinstance(truth, bytes):
+        raise ValueError(f"{where}: the ground truth {_brief(truth)} is bytes; write the column as text")
+    try:
+        return json.dumps(truth, default=str, ensure_ascii=False, allow_nan=False)
+    except ValueError as error:
+        raise ValueError(
+            f"{where}: the ground truth {_brief(truth)} holds a number that is not finite; write the answer, or leave "
+            "the row out"
+        ) from error
 
 
 def _brief(value: object) -> str:

@@ -3,26 +3,27 @@
 `transformers` (and with it torch) is imported when a tokenizer is loaded, so processes that only name these types stay
 small. A mismatch between tokenizer and model raises no error by itself, since wrong ids are still ids, and ruins a
 run. Therefore it is checked before other processes start.
+
+`transformers` rebuilds normalizer, pre-tokenizer and decoder from the class that a directory declares, and not from its
+`tokenizer.json`. Where the two differ, `tokenizer.json` counts, because the model was trained with it
+(`rollout.data.tokenizer_file`). Engines see token ids only and load no tokenizer.
 """
 
 import hashlib
 import json
-import re
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol, TypedDict, cast
+from typing import Protocol, cast
 
 import numpy as np
 
+from rollout.data.chat_template import Argument, ChatMessage, ChatTemplate, Renderer
+from rollout.data.tokenizer_file import Loaded, differs_from_file
 from rollout.types import TokenIds
 
-
-class ChatMessage(TypedDict):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,35 +44,17 @@ class TokenizerSource:
 
     directory: str
     """A Hugging Face directory."""
-    template_arguments: Mapping[str, str | int | float | bool] = field(default_factory=dict)
+    template_arguments: Mapping[str, Argument] = field(default_factory=dict)
     """Arguments of the chat template, by name: `enable_thinking`."""
 
 
-class _Encoding(Protocol):
-    input_ids: list[list[int]]
-
-
-class _HubTokenizer(Protocol):
+class _HubTokenizer(Renderer, Loaded, Protocol):
     """The methods of `transformers`' tokenizers that this file uses."""
 
-    chat_template: str | None
     eos_token_id: int | None
     special_tokens_map: dict[str, object]
 
     def get_vocab(self) -> dict[str, int]: ...
-
-    def apply_chat_template(
-        self,
-        conversation: Sequence[ChatMessage],
-        *,
-        tokenize: bool,
-        add_generation_prompt: bool,
-        **template_arguments: str | float | bool,
-    ) -> str: ...
-
-    def __call__(self, text: Sequence[str], *, add_special_tokens: bool) -> _Encoding: ...
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str: ...
 
 
 class Tokenizer:
@@ -81,22 +64,18 @@ class Tokenizer:
         """Load from a Hugging Face directory.
 
         Raises:
-            ValueError: the directory holds no tokenizer, or its chat template does not read an argument of `source`.
+            ValueError: the directory holds no tokenizer, or none that can be loaded as its `tokenizer.json` says, or a
+                chat template is refused (`rollout.data.chat_template.ChatTemplate`).
         """
-        from transformers import AutoTokenizer
-
-        try:
-            self._hub = cast(_HubTokenizer, AutoTokenizer.from_pretrained(source.directory, local_files_only=True))
-        except (OSError, ValueError) as error:
-            raise ValueError(f"model: cannot load a tokenizer from {source.directory}: {error}") from error
+        self._hub = _load(source.directory)
         self._directory = source.directory
         self._arguments = source.template_arguments
-        self._refuse_unread_arguments()
+        self._template = ChatTemplate(self._hub, source.template_arguments, directory=source.directory)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether the tokenizer can render conversations."""
-        return bool(self._hub.chat_template)
+        return bool(self._template.text)
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """A conversation as text, generation prompt included.
@@ -104,18 +83,7 @@ class Tokenizer:
         Raises:
             ValueError: there is no chat template, or the template refuses the conversation.
         """
-        if not self.has_chat_template:
-            raise ValueError(
-                f"the tokenizer in {self._directory} has no chat template; add one, or give prompts as plain text"
-            )
-        from jinja2 import TemplateError
-
-        try:
-            return self._hub.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True, **self._arguments
-            )
-        except TemplateError as error:
-            raise ValueError(f"the chat template in {self._directory} refuses the conversation: {error}") from error
+        return self._template.render(messages)
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[TokenIds]:
         """Ids of each text, [P] each; rendered conversations already contain their special tokens."""
@@ -152,17 +120,41 @@ class Tokenizer:
         rules = backend.to_str() if backend is not None else ""
         special = json.dumps({key: str(value) for key, value in self._hub.special_tokens_map.items()}, sort_keys=True)
         arguments = json.dumps(dict(self._arguments), sort_keys=True)
-        parts = (json.dumps(sorted(vocabulary.items())), rules, special, self._hub.chat_template or "", arguments)
+        parts = (json.dumps(sorted(vocabulary.items())), rules, special, self._template.text, arguments)
         return hashlib.blake2b("\x1f".join(parts).encode(), digest_size=16).hexdigest()
 
-    def _refuse_unread_arguments(self) -> None:
-        """Jinja ignores an argument that a template does not read, so a misspelt one would change nothing."""
-        for name in self._arguments:
-            if not re.search(rf"\b{re.escape(name)}\b", self._hub.chat_template or ""):
-                raise ValueError(
-                    f"chat_template_arguments: the chat template in {self._directory} does not read {name!r}; "
-                    "correct the name, or remove it"
-                )
+
+def _load(directory: str) -> _HubTokenizer:
+    """The tokenizer of a directory, as its `tokenizer.json` says if there is one.
+
+    Raises:
+        ValueError: there is none, or no class of `transformers` gives the ids and texts of `tokenizer.json`.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        declared = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+        if not isinstance(declared, PreTrainedTokenizerFast):  # it does not read the file
+            return cast(_HubTokenizer, declared)
+        file = Path(directory) / "tokenizer.json"
+        declared_differs = differs_from_file(cast(Loaded, declared), file)
+        if not declared_differs:
+            return cast(_HubTokenizer, declared)
+        plain = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: cannot load a tokenizer from {directory}: {error}") from error
+    if plain_differs := differs_from_file(cast(Loaded, plain), file):
+        raise ValueError(
+            f"model: transformers loads another tokenizer than {file} ({plain_differs}), because of other files in "
+            f"{directory}; fetch the directory again"
+        )
+    _log.warning(
+        "%s is used; AutoTokenizer would replace it by %s: %s. Whatever serves the model must use the file, too",
+        file,
+        type(declared).__name__,
+        declared_differs,
+    )
+    return cast(_HubTokenizer, plain)
 
 
 def check_fits_model(facts: TokenizerFacts, directory: str) -> None:

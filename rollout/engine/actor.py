@@ -13,6 +13,7 @@ from typing import Literal
 import ray
 
 from history.drafting.stats import DraftStats
+from rollout.built_model import BuiltModel
 from rollout.engine.history_sender import HistorySender
 from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineProgress, EngineProof, EngineState, EngineStats, UpdateTimes
@@ -105,6 +106,10 @@ class EngineActor:
     async def required(self) -> list[Required]:
         """See `EngineWeights.required`."""
         return self._engine.weights.required
+
+    async def built_model(self) -> BuiltModel | None:
+        """See `EngineWeights.built`."""
+        return self._engine.weights.built
 
     async def check(self, announced: Announcement, manifest: WeightManifest | None = None) -> None:
         """See `EngineWeights.accept`."""

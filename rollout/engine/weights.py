@@ -24,6 +24,7 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from rollout.built_model import BuiltModel
 from rollout.engine.async_llm import LlmHandle
 from rollout.engine.responses import ResponseLedger
 from rollout.engine.spec import EngineSpec
@@ -78,6 +79,8 @@ class EngineWeights:
         """How often weights have stopped serving."""
         self.required: list[Required] = []
         """The parts of a publish that each rank receives; known after the start."""
+        self.built: BuiltModel | None = None
+        """The model that vLLM has built; known after the start."""
         self._expected: tuple[TensorSpec, ...] = ()
         self._held = HeldPlan()
         self._of_ranks = SentPlan()
@@ -98,6 +101,9 @@ class EngineWeights:
         self._expected = expected
         answers = await self._handle.ranks("required", pickle.dumps(expected))
         self.required = [pickle.loads(answer) for answer in answers if isinstance(answer, bytes)]
+        (first, *_) = await self._handle.ranks("built_model")
+        assert isinstance(first, bytes)
+        self.built = pickle.loads(first)
         await self._handle.ranks("count", pickle.dumps(self._counted()))
         await self._handle.llm.pause_generation(mode="keep", clear_cache=False)
 

@@ -15,6 +15,7 @@ import numpy as np
 import ray
 
 from history.drafting.stats import DraftStats
+from rollout.built_model import BuiltModel
 from rollout.engine.state import EngineProof, EngineState, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief
 from rollout.pool.engine_call import Answer, EngineCall, answer_of, on_machines, wait_for_all
@@ -226,6 +227,10 @@ class EngineGroup:
             if other != required:
                 raise RuntimeError(f"engine {number} takes other parts of the weights than engine {first}")
         return list(required)
+
+    def built_models(self, *, timeout_s: float) -> dict[int, BuiltModel]:
+        """The model that each engine has built."""
+        return self.wait(self._begin("built_model", BuiltModel), timeout_s=timeout_s)
 
     def node_ids(self, *, timeout_s: float) -> dict[int, str]:
         """Ray's id of the node of each engine."""

@@ -26,7 +26,7 @@ from history.drafting.stats import DraftStats
 from rollout.cpu import quirks
 from rollout.processes import die_with, write_stacks_on_signal
 from rollout.tracing.forwards import ForwardLog, ForwardRecord
-from rollout.worker import exact_int8, kv_scales, sampler, vllm_compat, vllm_quirks
+from rollout.worker import exact_int8, kv_scales, model_report, sampler, vllm_compat, vllm_quirks
 from rollout.worker.proposer import HistoryProposer
 from rollout.worker.receiver import BACKEND, BucketReceiver
 
@@ -187,6 +187,10 @@ class Worker(PlatformWorker):  # type: ignore[misc]
     def required(self, specs: bytes) -> bytes:
         """Pickled `Required`: the boxes this rank requires of these tensors (a pickled tuple of `TensorSpec`)."""
         return pickle.dumps(self._receiver().required(pickle.loads(specs)))
+
+    def built_model(self) -> bytes:
+        """Pickled `rollout.built_model.BuiltModel` of this rank."""
+        return pickle.dumps(model_report.built_model(self.model_runner.get_model(), self.vllm_config))
 
     def count(self, counted: bytes) -> None:
         """Choose what this rank sums; a pickled list, for each rank the tensors and boxes of its fingerprint."""

@@ -17,7 +17,11 @@ SPECIAL = ["<|end|>", "<|user|>", "<|assistant|>", "<|system|>"]
 
 
 def write_byte_tokenizer(
-    directory: Path, *, chat_template: str | None = CHAT_TEMPLATE, eos: bool = True, model_vocab_size: int = 260
+    directory: Path,
+    *,
+    chat_template: str | dict[str, str] | None = CHAT_TEMPLATE,
+    eos: bool = True,
+    model_vocab_size: int = 260,
 ) -> None:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = tokenizers.Tokenizer(models.BPE(vocab={symbol: index for index, symbol in enumerate(alphabet)}, merges=[]))

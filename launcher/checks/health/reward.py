@@ -7,6 +7,7 @@ shown and not judged: many rewards ask for a form that the bare ground truth lac
 import asyncio
 from collections.abc import Sequence
 
+from launcher.checks.health.reward_environment import unset_problems
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
 from rollout.rewards.call import RewardOutcome, RewardRequest
@@ -17,12 +18,14 @@ KINDS = ("ground truth", "empty text")
 
 
 def reward_line(config: RewardConfig, rows: Sequence[PromptRow]) -> tuple[str, list[str]]:
-    """Value and problems.
+    """Value and problems. The function is not called without the variables that it needs.
 
     Raises:
         ValueError: the reward function cannot be imported, or cannot work on this machine.
         RewardBrokenError: the function's module fails while it is imported.
     """
+    if unset := unset_problems(config):
+        return "not called", unset
     outcomes = asyncio.run(_outcomes(config, rows))
     problems: list[str] = []
     means = []

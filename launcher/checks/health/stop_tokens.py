@@ -5,7 +5,8 @@ An engine that misses the stop token samples every response to its limit: no err
 
 from collections.abc import Sequence
 
-from rollout.data.tokenizer import ChatMessage, Tokenizer, TokenizerFacts
+from rollout.data.chat_template import ChatMessage
+from rollout.data.tokenizer import Tokenizer, TokenizerFacts
 
 ANSWER = "an answer"
 

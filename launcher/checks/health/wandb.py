@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from launcher.checks.health.reward_environment import brings_variables
 from launcher.cluster.slurm_script import ALWAYS_EXPORTED
 from launcher.config.schema import WandbConfig
 from launcher.config.slurm import SlurmConfig
@@ -20,8 +21,6 @@ HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 PLACES = ("WANDB_BASE_URL", "WANDB_CONFIG_DIR", "WANDB_DIR", "NETRC")
 """Variables that say where the key is, and for which server."""
-ENVIRONMENTS = ("--export-file", "--get-user-env")
-"""Options of sbatch that bring variables from elsewhere."""
 
 
 def wandb_line(
@@ -55,8 +54,7 @@ def job_problems(config: WandbConfig, slurm: SlurmConfig) -> tuple[list[str], li
     receives the listed variables, but the user's profile may set others there. So a key that is not listed is worth a
     warning only.
     """
-    brings_more = any(option.startswith(ENVIRONMENTS) for option in slurm.extra)
-    if slurm.container.kind != "none" or slurm.modules or slurm.template or brings_more:
+    if brings_variables(slurm):
         return [], []
     listed = (*ALWAYS_EXPORTED, *slurm.environment)
     if not run_problems(config, {name: value for name, value in os.environ.items() if name in listed}):

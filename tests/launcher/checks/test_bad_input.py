@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfile
 
 import pytest
 
@@ -83,6 +84,15 @@ def weights(change: Callable[[bytes], bytes]) -> Change:
         path.write_bytes(change(path.read_bytes()))
 
     return changed
+
+
+def tied_with_another_output(work: Path) -> None:
+    config_json(tie_word_embeddings=True)(work)
+    path = work / "model" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(content[:8], "little")
+    content[begin + json.loads(content[8:begin])["lm_head.weight"]["data_offsets"][1] - 1] ^= 1
+    path.write_bytes(content)
 
 
 def parquet(work: Path) -> None:
@@ -166,6 +176,14 @@ CASES = {
     "tensors of another shape": Case(
         ("of another shape: ", "mlp.down_proj.weight is [128, 512], not [128, 384]"),
         config_json(intermediate_size=384),
+    ),
+    "an output layer of its own in a tied model": Case(
+        ("`model`: ", "lm_head.weight (BF16) is no copy of", "set tie_word_embeddings to false"),
+        tied_with_another_output,
+    ),
+    "two files with the same tensors": Case(
+        ("model.safetensors and old.safetensors both hold", "remove the file that is not of this model"),
+        lambda work: copyfile(work / "model" / "model.safetensors", work / "model" / "old.safetensors"),
     ),
     "an index that names another file": Case(
         ("index.json names b.safetensors, which is not there; the download is incomplete",),
@@ -355,6 +373,19 @@ def test_exporting_to_an_existing_path_is_refused(
         ({"output_dir": "model"}, "is the model itself; name another directory"),
         ({"output_dir": "other"}, "exists and is no earlier output of `sft`; name another directory"),
         ({"log_path": "other"}, "other is a directory; name a file in it"),
+        (
+            {"log_path": "out/logs/metrics.jsonl"},
+            "`log_path` = out/logs/metrics.jsonl is in `output_dir` = out, which is",
+        ),
+        ({"output_dir": "."}, "model is in `output_dir` = ., which is replaced; name another path"),
+        (
+            {"trainer": {"optimizer": {"learning_rate": 1e-6, "min_learning_rate": 1e-5}}},
+            "`trainer.optimizer.min_learning_rate` = 1e-05 is above `trainer.optimizer.learning_rate` = 1e-06",
+        ),
+        (
+            {"trainer": {"optimizer": {"warmup_steps": 9, "decay_steps": 5}}},
+            "`trainer.optimizer.decay_steps` = 5 is below `trainer.optimizer.warmup_steps` = 9",
+        ),
         ({"data": {"path": "wrong.jsonl"}}, "line 1: a row must be an object with `prompt` and `response`"),
     ],
 )

@@ -14,7 +14,7 @@ from launcher.config.slurm import SlurmConfig
 Write = Callable[[str], Path]
 T4 = NodeResources(cpu_cores=64, available_bytes=1 << 36, gpu_bytes=(15360 << 20,), gpu_capability=(7, 5))
 LARGE_CACHE = "engine.kv_cache_bytes=107374182400"
-"""100 GiB: too much for a GPU of 80 GiB, not for one of 141."""
+"""100 GiB: too much for a GPU of 80 GB, not for one of 141."""
 JOB = "cluster:\n  slurm:\n    nodes: 2\n    gpus_per_node: 8\n"
 
 
@@ -27,8 +27,8 @@ def on_a_login_node(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_gpus_of_a_login_node_never_count(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes = expected_nodes(SlurmConfig(nodes=2, gpus_per_node=8), T4)
     assert [(node.name, node.gpu_bytes, node.gpu_capability) for node in nodes] == [
-        ("node 1", (80 << 30,) * 8, None),
-        ("node 2", (80 << 30,) * 8, None),
+        ("node 1", (80_998 << 20,) * 8, None),
+        ("node 2", (80_998 << 20,) * 8, None),
     ]
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     (node,) = expected_nodes(SlurmConfig(gpus_per_node=1), T4)
@@ -40,7 +40,7 @@ def test_gpus_of_a_login_node_never_count(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("in_allocation", [False, True])
 def test_a_named_kind_counts_everywhere(in_allocation: bool) -> None:
     gpu = job_gpu(SlurmConfig(gpus_per_node=8, gpu="h200"), T4, in_allocation=in_allocation)
-    assert gpu == JobGpu(memory_bytes=143_771 << 20, capability=(9, 0))
+    assert gpu == JobGpu(memory_bytes=143_073 << 20, capability=(9, 0))
 
 
 def test_a_run_for_larger_gpus_is_submitted_if_they_are_named(
@@ -50,9 +50,9 @@ def test_a_run_for_larger_gpus_is_submitted_if_they_are_named(
     assert main(["slurm", path, "--dry-run", LARGE_CACHE]) == 2
     error = capsys.readouterr().err
     assert (
-        "warning: GPUs of the job are taken to have 80 GiB; `cluster.slurm.gpu` names their kind: a100, h100" in error
+        "warning: GPUs of the job are taken to be of 80 GB; `cluster.slurm.gpu` names their kind: a100, h100" in error
     )
-    assert "but 80.00 GiB are available" in error
+    assert "but 79.10 GiB are available" in error
     assert main(["slurm", path, "--dry-run", LARGE_CACHE, "cluster.slurm.gpu=h200"]) == 0
     assert capsys.readouterr().err == ""
 

@@ -100,6 +100,30 @@ def test_a_name_that_matches_no_matrix_is_refused_naming_the_nearest() -> None:
     assert "'*.down_prj'" in found and "did you mean '*.down_proj'" in found
 
 
+@pytest.mark.parametrize(
+    ("format", "capability", "fix"),
+    [
+        ("fp8_channel", (8, 0), "FP8 needs 8.9; set it to int8"),
+        ("fp8_block", (8, 6), "FP8 needs 8.9; set it to int8"),
+        ("int8", (10, 0), "vLLM's INT8 kernels end before 10.0; set it to fp8_channel"),
+        ("int8", (12, 0), "vLLM's INT8 kernels end before 10.0; set it to fp8_channel"),
+    ],
+)
+def test_a_format_without_products_on_the_gpu_is_refused_with_its_capability(
+    format: str, capability: tuple[int, int], fix: str
+) -> None:
+    (found,) = problems(node=replace(GPU, gpu_capability=capability), format=format)
+    assert found.startswith(f"`engine.format` = {format}: this node's GPU has compute capability ")
+    assert f"capability {capability[0]}.{capability[1]}, and {fix}" in found
+    assert problems(node=replace(GPU, gpu_capability=capability), format="bf16") == []
+
+
+def test_a_format_is_accepted_by_every_gpu_that_multiplies_in_it() -> None:
+    for format, capabilities in {"int8": [(8, 0), (9, 0)], "fp8_block": [(8, 9), (9, 0), (10, 0)]}.items():
+        for capability in (*capabilities, None):
+            assert problems(node=replace(GPU, gpu_capability=capability), format=format) == []
+
+
 def test_small_models_on_gpus_and_emulation_on_cpus_cause_a_warning() -> None:
     def warnings(format: str, node: NodeResources, spec: ModelSpec = QWEN_7B) -> list[str]:
         return weight_format_warnings(spec, WeightFormat.of(EngineConfig.model_validate({"format": format})), node)

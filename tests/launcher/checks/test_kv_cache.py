@@ -7,7 +7,15 @@ import pytest
 
 from examples.recipes.plans import load_recipe, options
 from launcher.checks.fit import fit
-from launcher.checks.kv_cache import GRAIN_BYTES, cache_problems, evaluation_engine, evaluation_problems, sized
+from launcher.checks.kv_cache import (
+    GRAIN_BYTES,
+    cache_problems,
+    evaluation_engine,
+    evaluation_problems,
+    fraction_problems,
+    sized,
+)
+from launcher.checks.memory import run_memory
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import plan
 from launcher.commands.plan import planned_nodes
@@ -73,8 +81,44 @@ def test_the_whole_check_uses_the_size_and_judges_the_longest_sample_by_it() -> 
     run, nodes = planned(0.1)
     assert fit(run.config, run.spec, nodes, problems) is not None
     assert any(
-        "bytes of keys and values, but `engine.kv_cache_bytes` = 67108864; raise it" in each for each in problems
+        "bytes of keys and values, but `engine.gpu_memory_fraction` = 0.1 leaves 67108864; raise it" in each
+        for each in problems
     )
+
+
+def test_a_phase_without_keys_and_values_does_not_shrink_the_cache() -> None:
+    """The trainer alone needs more than the fraction, while engines sleep."""
+    large = {"trainer__recompute": "full", "trainer__max_micro_batch_tokens": 65536}
+    run, nodes = planned(0.55, **large)
+    found = sized(run, nodes)
+    (table,) = (table for table in run_tables(found, nodes) if table.kind == "device")
+    shares = {phase: table.total_bytes(phase) / table.available_bytes for phase in table.phases}
+    assert shares["train"] > shares["publish"] > 0.55 >= shares["rollout"] > 0.54
+    assert found.config.engine.kv_cache_bytes > 10 << 30
+    assert fraction_problems(run, nodes) == []
+    smaller, _ = planned(0.55, **large | {"trainer__max_micro_batch_tokens": 8192})
+    assert sized(smaller, nodes).config.engine.kv_cache_bytes == found.config.engine.kv_cache_bytes
+
+
+def test_a_fraction_that_leaves_no_room_beside_the_trainer_is_refused_with_the_phase_and_the_fraction_needed() -> None:
+    awake = {"trainer__recompute": "full", "engine__sleep_level": 0, "trainer__offload": "none"}
+    run, nodes = planned(0.55, **awake)
+    (problem,) = fraction_problems(run, nodes)
+    assert problem.startswith("`engine.gpu_memory_fraction` = 0.55 leaves nothing to the KV cache: a device with ")
+    assert " of 79.18 GiB in `publish` with the smallest cache; raise the fraction to 0." in problem
+    assert "or change `engine.tensor_parallel` (weights in transit: " in problem
+    enough = float(problem.partition("raise the fraction to ")[2].partition(" ")[0])
+    assert fraction_problems(planned(enough, **awake)[0], nodes) == []
+    assert fraction_problems(planned(enough - 0.01, **awake)[0], nodes) != []
+    problems: list[str] = []
+    assert fit(run.config, run.spec, nodes, problems) is not None
+    assert problem in problems
+
+
+def test_a_device_that_is_too_small_for_a_phase_is_refused_by_the_plan_alone() -> None:
+    run, nodes = planned(0.9, trainer__parallel__tensor=1, trainer__parallel__data=8, trainer__offload="none")
+    assert fraction_problems(run, nodes) == []
+    assert run_memory(sized(run, nodes), nodes).problems()
 
 
 def test_the_engines_of_the_bf16_evaluation_have_the_cache_that_their_weights_leave() -> None:

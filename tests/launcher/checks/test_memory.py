@@ -133,7 +133,7 @@ def test_full_recomputation_keeps_an_input_a_layer_and_one_layer(tmp_path: Path)
             one.num_bytes for one in trainer_rank(spec, trainer, longest_sample=10) if one.what == "activations"
         )
 
-    layer = 5 * 64 + (2 * 4 + 2 * 2) * 32 + 3 * 96
+    layer = 5 * 64 + (2 * 4 + 2 * 2) * 32 + (4 + 2) * 32 + 3 * 96
     assert activations("none") == activations("selective") == 100 * 2 * 3 * layer
     assert activations("full") == 100 * 2 * (3 * 64 + layer)
 

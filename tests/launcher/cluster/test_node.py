@@ -43,14 +43,17 @@ def test_devices_come_from_the_driver_and_are_limited_by_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 81559\necho 81559\n")
+    tool.write_text("#!/bin/sh\necho 81559, 480\necho 81559, 480\n")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert environment.node_resources().gpu_bytes == (81559 << 20,) * 2
+    assert environment.node_resources().gpu_bytes == (85_017_493_504,) * 2
     assert environment.node_resources().gpu_ids == ()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert environment.node_resources().gpu_bytes == (81559 << 20,)
+    assert environment.node_resources().gpu_bytes == (85_017_493_504,)
     assert environment.node_resources().gpu_ids == ("1",)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert environment.node_resources().gpu_bytes == ()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    tool.write_text("#!/bin/sh\necho '81559, [N/A]'\n")
+    assert environment.node_resources().gpu_bytes == ((81559 - 871) << 20,)

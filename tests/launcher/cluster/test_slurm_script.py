@@ -46,6 +46,12 @@ def options(script: str) -> list[str]:
     return [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH ")]
 
 
+def test_a_job_receives_the_variables_of_the_run_and_each_once() -> None:
+    needed = replace(SUBMISSION, environment=("JUDGE_KEY", "WANDB_API_KEY", "HOME"))
+    (line,) = [option for option in options(render(FULL, needed)) if option.startswith("--export=")]
+    assert line == "--export=PATH,HOME,USER,LANG,LD_LIBRARY_PATH,WANDB_API_KEY,JUDGE_KEY"
+
+
 def test_every_key_has_its_line() -> None:
     script = render(FULL, SUBMISSION)
     assert options(script) == [

@@ -74,7 +74,7 @@ def test_the_plan_of_a_run_that_fits_has_memory_and_time(plan: Plan, capsys: pyt
     assert printed.err == ""
     lines = printed.out.splitlines()
     assert max(map(len, lines)) <= 100
-    assert lines[0].startswith("# 2 node(s) of 8 x H100 80GB SXM (79.65 GiB)")
+    assert lines[0].startswith("# 2 node(s) of 8 x H100 80GB SXM (79.18 GiB)")
     assert "device with a trainer rank and an engine rank (x 16)" in lines
     assert "# time: an ESTIMATE from a roofline; nothing was measured" in lines
     assert any(line.startswith("step ") and line.endswith("GPU-hours") for line in lines)
@@ -115,18 +115,18 @@ BROKEN: dict[str, tuple[list[str], list[str]]] = {
     "a KV cache that does not fit": (
         ["engine.kv_cache_bytes=96636764160"],
         [
-            "in `rollout`, but 79.65 GiB are available",
+            "in `rollout`, but 79.18 GiB are available",
             "`engine.kv_cache_bytes` = 48318382080 frees 47.25 GiB and suffices",
         ],
     ),
     "an optimizer that is not distributed": (
         ["trainer.optimizer.distributed=false"],
-        ["in `train`, but 79.65 GiB are available", "`trainer.optimizer.distributed` = true frees", "and suffices"],
+        ["in `train`, but 79.18 GiB are available", "`trainer.optimizer.distributed` = true frees", "and suffices"],
     ),
     "samples too long for the activations": (
         ["trainer.recompute=none", "sampling.max_response_tokens=32768"],
         [
-            "in `train`, but 79.65 GiB are available",
+            "in `train`, but 79.18 GiB are available",
             "`trainer.recompute` = full frees",
             "`sampling.max_response_tokens` = 16384",
         ],
@@ -169,7 +169,7 @@ BROKEN: dict[str, tuple[list[str], list[str]]] = {
             ),
             *("engine.num_engines=4", "trainer.optimizer.distributed=false", "publish.bucket_bytes=34359738368"),
         ],
-        ["in `publish`, but 79.65 GiB are available", "`publish.bucket_bytes` = 17179869184 frees"],
+        ["in `publish`, but 79.18 GiB are available", "`publish.bucket_bytes` = 17179869184 frees"],
     ),
     "a KV cache below one sequence": (
         ["engine.kv_cache_bytes=1073741824"],
@@ -219,6 +219,18 @@ def test_a_small_model_in_8_bits_is_warned_of(plan: Plan, capsys: pytest.Capture
     assert plan(model={**DENSE, "num_hidden_layers": 16}) == 0
     warning = capsys.readouterr().err
     assert "`engine.format` = fp8_channel: the model has 9." in warning and "below about 14 billion" in warning
+
+
+def test_groups_that_replace_others_are_said_to_be_missing_in_the_estimate(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert plan() == 0
+    assert capsys.readouterr().err == ""
+    assert plan("algorithm.max_refill=2") == 0
+    assert capsys.readouterr().err == (
+        "warning: `algorithm.max_refill` = 2: the estimate counts the rollout of 64 groups, and a step may sample 192; "
+        "the rollout then takes about 3.0 times as long\n"
+    )
 
 
 def test_stated_and_recorded_lengths_enter_the_estimate(

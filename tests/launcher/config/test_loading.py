@@ -26,6 +26,45 @@ def test_an_override_replaces_one_nested_key_and_keeps_its_siblings(write_config
     assert config.seed == 7
 
 
+ALIASED = """
+trainer:
+  optimizer: &slow
+    learning_rate: 1e-6
+  critic:
+    optimizer: *slow
+evaluation:
+  sets:
+    aime: &set
+      path: aime24.jsonl
+    copy: *set
+    merged:
+      <<: *set
+"""
+
+
+def test_an_override_changes_no_key_that_an_alias_repeats(write_config: Write) -> None:
+    overrides = ["trainer.optimizer.learning_rate=5e-6", "evaluation.sets.copy.path=aime25.jsonl"]
+    config = load(RunConfig, write_config(ALIASED), overrides)
+    assert (config.trainer.optimizer.learning_rate, config.trainer.critic.optimizer.learning_rate) == (5e-6, 1e-6)
+    paths = {name: each.path for name, each in config.evaluation.sets.items()}
+    assert paths == {"aime": "aime24.jsonl", "copy": "aime25.jsonl", "merged": "aime24.jsonl"}
+
+
+def test_an_alias_in_an_override_is_a_copy_too(write_config: Write) -> None:
+    sets = "evaluation.sets={a: &set {path: a.jsonl}, b: *set}"
+    config = load(RunConfig, write_config(""), [sets, "evaluation.sets.b.path=b.jsonl"])
+    assert [each.path for each in config.evaluation.sets.values()] == ["a.jsonl", "b.jsonl"]
+    with pytest.raises(ConfigError, match="is inside its own anchor"):
+        load(RunConfig, write_config(""), ["evaluation.sets=&set {a: *set}"])
+
+
+@pytest.mark.parametrize("value", ["true", "2.0", "3"])
+def test_a_sleep_level_is_a_whole_number_up_to_two(write_config: Write, value: str) -> None:
+    with pytest.raises(ConfigError, match=r"`engine\.sleep_level` = "):
+        load(RunConfig, write_config(""), [f"engine.sleep_level={value}"])
+    assert load(RunConfig, write_config(""), ["engine.sleep_level=2"]).engine.sleep_level == 2
+
+
 def test_a_later_override_wins(write_config: Write) -> None:
     assert load(RunConfig, write_config(""), ["seed=1", "seed=2"]).seed == 2
 

@@ -1,7 +1,7 @@
 """The whole doctor on one machine; each planted fault turns exactly one line red."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +12,8 @@ from launcher.cli import main
 from launcher.cluster.health import NodeFacts
 from launcher.cluster.node import NodeResources
 from launcher.doctor import command as doctor
+from rollout.config import RewardConfig
+from rollout.data.rows import PromptRow
 from tests.launcher.conftest import write_weights
 from tests.support.byte_tokenizer import write_byte_tokenizer
 
@@ -127,3 +129,18 @@ def test_a_run_that_this_machine_does_not_hold_is_placed_on_the_nodes_of_its_job
 def test_a_configuration_that_cannot_run_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", str(config), "sampling.top_p=0.9"]) == 2
     assert "top_p" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("overrides", "source"), [([], "train"), (["data.train.0.name=gsm8k"], "gsm8k")])
+def test_the_reward_gets_the_name_of_the_data_set_as_in_a_run(
+    config: Path, monkeypatch: pytest.MonkeyPatch, overrides: list[str], source: str
+) -> None:
+    seen: list[str] = []
+
+    def noted(reward: RewardConfig, rows: Sequence[PromptRow]) -> tuple[str, list[str]]:
+        seen.extend(row.data_source for row in rows)
+        return "", []
+
+    monkeypatch.setattr(doctor, "reward_line", noted)
+    assert main(["doctor", str(config), *overrides]) == 0
+    assert seen == [source]

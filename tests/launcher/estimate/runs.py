@@ -35,11 +35,13 @@ def planned(*, gpus: int = 1, nodes: int = 1, spec=SPEC, **parts: object) -> Pla
     """A run on `nodes` nodes of `gpus` H100s; `parts` are parts of its configuration."""
     base = {"model": "m", "run_dir": "r", "num_steps": 10, "data": {"train": [{"path": "x"}]}}
     config = RunConfig.model_validate({**base, **parts})
-    resources = [
-        NodeResources(cpu_cores=64, available_bytes=1 << 41, gpu_bytes=(80 << 30,) * gpus, name=f"n{number}")
-        for number in range(nodes)
-    ]
-    return PlannedRun(config=config, spec=spec, placement=plan(config, resources))
+    return PlannedRun(config=config, spec=spec, placement=plan(config, nodes_of(gpus, nodes)))
+
+
+def nodes_of(gpus: int, nodes: int) -> list[NodeResources]:
+    """Nodes of so many H100s."""
+    host = {"cpu_cores": 64, "available_bytes": 1 << 41, "shared_bytes": 1 << 40}
+    return [NodeResources(**host, gpu_bytes=(80 << 30,) * gpus, name=f"n{number}") for number in range(nodes)]
 
 
 def given(**changes: object) -> Assumptions:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from launcher.estimate.hardware import GPUS
 from launcher.estimate.lengths import stated_lengths
 from launcher.estimate.publish_time import publish_estimate
 from launcher.estimate.rollout_time import forward_s, rollout_estimate, sampling_s
@@ -30,6 +31,14 @@ def test_many_requests_are_bound_by_products() -> None:
     engine = {"format": "int8", "bf16_first_layers": 0, "bf16_last_layers": 0}
     faster, _ = forward_s(planned(engine=engine), given(), requests, context)
     assert seconds - faster == pytest.approx(requests * 2 * LINEAR * (1 / H100_FLOPS - 1 / H100_8_BIT))
+
+
+@pytest.mark.parametrize(("format", "share"), [("bf16", 1.0), ("fp8_channel", 1.0), ("int8", 0.5)])
+def test_a_gpu_without_products_in_8_bits_multiplies_in_bf16(format: str, share: float) -> None:
+    """An A100 has INT8 and no FP8; without its products every format would have the same time."""
+    a100 = given(gpu=GPUS["a100"])
+    seconds = a100.product_s(312e12, eight_bit=float(format != "bf16"), int8=format == "int8")
+    assert seconds == pytest.approx(share)
 
 
 def test_tensor_parallel_engines_add_two_all_reduces_a_layer() -> None:
@@ -102,6 +111,40 @@ def test_recomputation_and_old_logprobs_add_a_forward_each() -> None:
     assert train_estimate(full, given()).products_s - base == pytest.approx(layers)
     twice = planned(algorithm={**algorithm, "num_mini_batches": 2})
     assert train_estimate(twice, given()).products_s - base == pytest.approx(layers + output)
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_blocks_of_recomputed_layers_are_counted_in_every_stage(pipeline: int) -> None:
+    """The model has 10 layers."""
+    parallel = {"parallel": {"pipeline": pipeline}}
+
+    def products_s(recompute: str, **megatron: object) -> float:
+        trainer = {**parallel, "recompute": recompute, "megatron": megatron}
+        return train_estimate(planned(gpus=pipeline, trainer=trainer), given()).products_s
+
+    base, full = products_s("none"), products_s("full")
+    assert products_s("full", recompute_num_layers=5) == full
+    assert products_s("none", recompute_method="block", recompute_num_layers=3) == base
+    blocks = products_s("full", recompute_method="block", recompute_num_layers=3)
+    assert blocks - base == pytest.approx(3 * pipeline / 10 * (full - base))
+    assert products_s("full", recompute_method="block", recompute_num_layers=99) == full
+
+
+def test_selective_recomputation_adds_a_forward_of_attention() -> None:
+    algorithm = {"prompts_per_step": 4, "group_size": 4}
+    base, selective = (
+        train_estimate(planned(algorithm=algorithm, trainer={"recompute": recompute}), given())
+        for recompute in ("none", "selective")
+    )
+    lengths = 100 + given().lengths.of(16)
+    attention = 2 * 10 * 1024 * np.square(lengths).sum() / H100_FLOPS
+    assert selective.products_s - base.products_s == pytest.approx(attention)
+    assert selective.communication_s == base.communication_s
+
+
+def test_products_in_fp32_take_twice_as_long() -> None:
+    bf16, fp32 = (train_estimate(planned(trainer={"dtype": dtype}), given()).products_s for dtype in ("bf16", "fp32"))
+    assert fp32 == pytest.approx(2 * bf16)
 
 
 def test_a_pipeline_waits_for_its_stages() -> None:

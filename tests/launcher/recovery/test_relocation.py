@@ -85,6 +85,12 @@ def test_a_smaller_node_is_no_spare() -> None:
     assert after(before, ["n2"], small, older).replaced == {}
 
 
+def test_a_node_of_the_same_gpus_whose_driver_reserves_more_is_a_spare() -> None:
+    before = placed("disaggregated", [8, 8, 8], tp=8, engines=16)
+    reserving = replace(SPARE, gpu_bytes=tuple(size - (100 << 20) for size in SPARE.gpu_bytes))
+    assert after(before, ["n2"], reserving).replaced == {"n2": SPARE.name}
+
+
 def test_engines_take_free_devices_of_other_nodes_and_the_others_are_given_up() -> None:
     before = placed("disaggregated", [8, 8, 8], tp=4, engines=4, engine_tp=4)
     assert {rank.node for rank in before.trainers} == {"n0"}

@@ -140,6 +140,8 @@ def test_on_a_gpu_no_field_changes_log_probabilities_or_gradients(ranks, tmp_pat
         ({"fp32_residual_connection": True}, "whose FP32 output BF16 layers cannot take; remove it"),
         ({"distribute_saved_activations": True}, "`distribute_saved_activations` is refused: sequence parallelism"),
         ({"recompute_num_layers": True}, "`recompute_num_layers` = True must be of type int"),
+        ({"recompute_num_layers": 0}, "`recompute_num_layers` = 0 must be at least 1"),
+        ({"recompute_method": "blocks"}, "`recompute_method` = blocks: Megatron knows uniform and block"),
     ],
 )
 def test_other_fields_are_refused(fields, message):

@@ -29,6 +29,16 @@ MOE = {
 }
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
 def spec_of(directory, **changes):
     (directory / "config.json").write_text(json.dumps({**LLAMA, **changes}))
     return read_model_spec(directory)
@@ -55,18 +65,37 @@ def test_the_spec_equals_transformers_configuration(tmp_path, family):
 
 
 def test_rotary_keys_of_older_transformers_are_read(tmp_path):
-    scaling = {
-        "rope_type": "llama3",
-        "factor": 32.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 8192,
-    }
-    spec = spec_of(tmp_path, rope_theta=500000.0, rope_scaling=scaling)
+    spec = spec_of(tmp_path, rope_theta=500000.0, rope_scaling=LLAMA3)
     assert spec.rope_theta == 500000.0
     assert spec.rope_scaling == RopeScaling(
         factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
     )
+
+
+@pytest.mark.parametrize("empty", [None, {}])
+def test_rotary_keys_of_both_forms_are_read_if_they_mean_the_same(tmp_path, empty):
+    expected = spec_of(tmp_path, rope_theta=500000.0, rope_scaling=LLAMA3)
+    both = {"rope_parameters": LLAMA3 | {"rope_theta": 500000.0}, "rope_scaling": LLAMA3, "rope_theta": 500000.0}
+    assert spec_of(tmp_path, **both) == expected
+    assert spec_of(tmp_path, **both | {"rope_scaling": empty}) == expected
+    assert spec_of(tmp_path, **both | {"rope_parameters": empty}) == expected
+
+
+@pytest.mark.parametrize(
+    ("parameters", "scaling"),
+    [
+        ({"rope_type": "default", "rope_theta": 1e6}, LLAMA3),
+        ({"rope_type": "default", "rope_theta": 1e6}, {"rope_type": "default"}),
+        (LLAMA3, LLAMA3 | {"factor": 8.0}),
+    ],
+)
+def test_rotary_tables_that_differ_are_refused_naming_both(tmp_path, parameters, scaling):
+    from transformers import AutoConfig
+
+    with pytest.raises(ValueError, match=r"rope_parameters = \{.* and rope_scaling = \{.*; remove the one"):
+        spec_of(tmp_path, rope_parameters=parameters, rope_scaling=scaling)
+    read = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    assert read == {"rope_theta": 10000.0} | scaling  # transformers reads the older table alone
 
 
 @pytest.mark.parametrize(
@@ -78,7 +107,18 @@ def test_rotary_keys_of_older_transformers_are_read(tmp_path):
         ({"mlp_bias": True}, "mlp_bias = True"),
         ({"use_sliding_window": True}, "use_sliding_window = True"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_attention"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_type 'yarn'"),
+        ({"rope_scaling": YARN}, "rope_type 'yarn' in rope_scaling"),
+        ({"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}, "rope_type 'yarn' in rope_scaling"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5.*needs 1"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor = 0.5"),
+        ({"sliding_window": 4096}, "sliding_window = 4096.*absent"),
+        ({"logit_scale": 0.5}, "logit_scale = 0.5.*needs 1"),
+        ({"qkv_bias": True}, "qkv_bias = True"),
+        ({"bias": True}, "[^_]bias = True"),
+        ({"is_causal": False}, "is_causal = False"),
+        ({"dual_chunk_attention_config": {"chunk_size": 8192}}, "dual_chunk_attention_config = .*absent"),
+        ({"model_type": "qwen2", "qk_norm": True}, "qk_norm = True"),
+        (MOE | {"shared_expert_intermediate_size": 32}, "shared_expert_intermediate_size = 32"),
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config.*absent"),
         ({"hidden_size": None}, "hidden_size is None; needs a positive integer"),
         ({"num_hidden_layers": "3"}, "num_hidden_layers is '3'"),
@@ -93,6 +133,15 @@ def test_rotary_keys_of_older_transformers_are_read(tmp_path):
 def test_unsupported_architecture_options_are_refused_by_name(tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):
         spec_of(tmp_path, **changes)
+
+
+def test_keys_that_change_nothing_are_accepted(tmp_path):
+    expected = spec_of(tmp_path)
+    assert spec_of(tmp_path, sliding_window=None, logit_scale=1.0, is_causal=True, qkv_bias=False) == expected
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    assert spec_of(tmp_path, rope_parameters=rope) == expected
+    window = {"model_type": "qwen2", "sliding_window": 4096, "use_sliding_window": False}
+    assert spec_of(tmp_path, **window) == spec_of(tmp_path, model_type="qwen2")
 
 
 def test_a_directory_without_readable_configuration_is_refused(tmp_path):

@@ -106,8 +106,12 @@ def load_only(position, parallel, source):
     build_loaded(position, parallel, source)
 
 
-def test_an_output_layer_beside_a_tied_embedding_is_ignored(ranks, tmp_path):
+def test_a_copy_of_a_tied_embedding_is_ignored_and_an_output_layer_of_another_shape_is_refused(ranks, tmp_path):
     source = save_model("qwen2_tied", tmp_path / "source")
     tensors = load_file(source / "model.safetensors")
-    save_file({**tensors, "lm_head.weight": torch.zeros(3, 3)}, source / "model.safetensors")
+    copy = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": copy}, source / "model.safetensors")
     ranks.run(load_only, source)
+    save_file({**tensors, "lm_head.weight": torch.zeros(3, 3)}, source / "model.safetensors")
+    with pytest.raises(RuntimeError, match=r"of another shape: lm_head.weight is \[3, 3\]"):
+        ranks.run(load_only, source)

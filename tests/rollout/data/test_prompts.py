@@ -1,6 +1,10 @@
 """Reading, tokenising and ordering prompts."""
 
+import datetime
+import decimal
 import json
+import math
+import re
 from collections import Counter
 
 import numpy as np
@@ -78,6 +82,8 @@ def test_parquet_gives_the_same_rows_as_json_lines(tmp_path):
     [
         ('{"prompt": "x", ', "line 3: not valid JSON"),
         ('["x"]', "line 3: a row must be an object"),
+        ('{"prompt": "x", "answer": NaN}', "line 3: the ground truth nan holds a number that is not finite"),
+        ('{"prompt": "x", "answer": [1, Infinity]}', r"line 3: the ground truth \[1, inf\] holds a number"),
         ('{"question": "x", "answer": 1}', r"line 3: `prompt` None must be text .* the row has question, answer"),
         ('{"prompt": "", "answer": 1}', "line 3: `prompt` '' must be"),
         ('{"prompt": [{"role": "user"}], "answer": 1}', "line 3: chat message"),
@@ -90,6 +96,51 @@ def test_a_bad_row_is_refused_with_file_and_line(tmp_path, line, problem):
     path.write_text(json.dumps(ROWS[0]) + "\n\n" + line + "\n")
     with pytest.raises(ValueError, match=rf"bad\.jsonl, {problem}"):
         read_rows(str(path))
+
+
+def test_answers_of_a_parquet_column_are_their_digits(tmp_path):
+    path = tmp_path / "rows.parquet"
+    answers = {
+        "3.50": decimal.Decimal("3.50"),
+        "7.00": decimal.Decimal("7.00"),
+        "2024-02-29": datetime.date(2024, 2, 29),
+        "2024-02-29 12:30:00": datetime.datetime(2024, 2, 29, 12, 30),
+        "12:30:00": datetime.time(12, 30),
+        "3.5": 3.5,
+        "[1, 2]": [1, 2],
+    }
+    for text, answer in answers.items():
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"], "answer": [answer]}), path)
+        assert [row.ground_truth for row in read_rows(str(path))] == [text]
+    large = pyarrow.array([decimal.Decimal("1E+2")], type=pyarrow.decimal128(5, -2))
+    pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x"], "answer": large.cast(pyarrow.decimal128(5, 0))}), path)
+    assert read_rows(str(path))[0].ground_truth == "100"
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (math.nan, "row 2: the ground truth nan holds a number that is not finite"),
+        (math.inf, "row 2: the ground truth inf holds a number that is not finite"),
+        (b"3", "row 2: the ground truth b'3' is bytes; write the column as text"),
+    ],
+)
+def test_an_answer_that_is_no_value_is_refused_by_its_row(tmp_path, answer, problem):
+    path = tmp_path / "bad.parquet"
+    first = b"1" if isinstance(answer, bytes) else 1.0
+    if isinstance(answer, float):
+        pyarrow.parquet.write_table(pyarrow.table({"prompt": ["x", "y"], "answer": [first, answer]}), path)
+    else:
+        column = {"prompt": ["x", "y"], "answer": ["1", None], "ground_truth": [None, answer]}
+        pyarrow.parquet.write_table(pyarrow.table(column), path)
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        read_rows(str(path))
+
+
+def test_the_name_of_a_data_set_stands_for_a_missing_source(tmp_path):
+    path = write_jsonl(tmp_path / "mix.jsonl", ROWS[:2])
+    assert [row.data_source for row in read_rows(path)] == ["mix", "greetings"]
+    assert [row.data_source for row in read_rows(path, name="named")] == ["named", "greetings"]
 
 
 def test_missing_empty_and_unknown_files_are_refused(tmp_path):
@@ -112,7 +163,10 @@ def test_overlong_prompts_are_refused_dropped_or_truncated_from_the_left(tmp_pat
     def load(overlong):
         return PromptLoader(tokenizer).load(path, max_prompt_tokens=10, overlong=overlong)
 
-    with pytest.raises(ValueError, match=r"long\.jsonl, line 1: prompt has 15 tokens.*2 of 3"):
+    with pytest.raises(
+        ValueError,
+        match=r"long\.jsonl, line 1: prompt has 15 tokens.*2 of 3.*for training data, data\.overlong_prompts",
+    ):
         load("refuse")
     dropped = load("drop")
     assert ([p.prompt_id for p in dropped.prompts], dropped.num_dropped) == (["long/1"], 2)

@@ -3,11 +3,15 @@
 import asyncio
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig
 
+from megatron_rl.model.engine_model import check_engine_models
+from megatron_rl.model.spec import read_model_spec
 from rollout.engine.state import EngineStatus
 from rollout.types import FinishReason, WeightSpan
 from tests.rollout.conftest import NUM_BLOCKS
@@ -31,6 +35,17 @@ async def teacher_forced(live, ids: list[int], num_prompt: int, temperature: flo
 
 def test_a_new_engine_holds_requests_until_the_first_publish(live):
     assert live.before_publish_0
+
+
+def test_an_engine_reports_the_model_that_the_trainer_reads_from_the_same_file(live):
+    spec = read_model_spec(Path(live.engine.spec.directory))
+    check_engine_models(spec, {3: live.engine.weights.built})
+    config = AutoConfig.from_pretrained(live.engine.spec.directory)
+    built = live.engine.weights.built
+    assert (built.head_dim, built.rms_norm_eps) == (config.head_dim, config.rms_norm_eps)
+    assert (built.rope_type, built.rope_theta) == ("default", config.rope_parameters["rope_theta"])
+    with pytest.raises(ValueError, match=r"engine 3 .*rope_theta is 10000\.0 in vLLM and 500000\.0 in the trainer"):
+        check_engine_models(replace(spec, rope_theta=5e5), {3: built})
 
 
 def test_greedy_tokens_and_logprobs_equal_a_fresh_engines(live, loop, oracle):

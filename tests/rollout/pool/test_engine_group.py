@@ -9,6 +9,7 @@ import pytest
 import ray
 
 from history.drafting.stats import DraftStats
+from megatron_rl.model.engine_model import as_built
 from rollout.engine.state import EngineProgress, EngineState, EngineStatus, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
 from rollout.patience import Patience
@@ -20,6 +21,7 @@ from rollout.tracing.forwards import FORWARD
 from rollout.types import WeightVersion
 from rollout.weights.announcement import HeldPlan
 from rollout.weights.manifest import Bucket, WeightManifest
+from tests.support.model_specs import qwen_spec
 
 
 class Method:
@@ -249,6 +251,13 @@ def test_engines_that_require_other_parts_of_the_weights_are_named():
     engines = group(3, {2: {"required": [{"a": ()}]}}, required=[{"b": ()}])
     with pytest.raises(RuntimeError, match="engine 2 takes other parts of the weights than engine 0"):
         engines.required(timeout_s=1)
+
+
+def test_models_are_keyed_by_engine_number_and_an_engine_that_reports_none_is_named():
+    built = as_built(qwen_spec())
+    assert group(2, {}, built_model=built).built_models(timeout_s=1) == {0: built, 1: built}
+    with pytest.raises(CallError, match="engine 1: built_model answered with NoneType, not BuiltModel"):
+        group(2, {1: {"built_model": None}}, built_model=built).built_models(timeout_s=1)
 
 
 def test_engine_states_have_their_type():
