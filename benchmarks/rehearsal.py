@@ -23,7 +23,7 @@ FOLDER = Path(__file__).parents[1] / "tests" / "rehearsal"
 NOT_REHEARSED = (
     *(
         "speed, races, and numbers of kernels for devices",
-        "more than six devices, except in configurations",
+        "more than eight devices",
         "several nodes",
     ),
     *(

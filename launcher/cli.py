@@ -14,6 +14,7 @@ from pathlib import Path
 
 from launcher.checks.check import check_eval, check_run, check_sft
 from launcher.checks.expected_nodes import expected_nodes, unknown_gpu_warnings
+from launcher.checks.health.cpu_packages import machine_problems
 from launcher.checks.health.reward_environment import job_reward_problems, reward_problems
 from launcher.checks.health.wandb import job_problems, run_problems
 from launcher.cluster.node import NodeResources, node_resources
@@ -155,6 +156,7 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
 
         return run_as_task(config)
     found = [*run_problems(config.wandb), *reward_problems(config.reward, config.cluster)]
+    found += machine_problems(config.cluster)
     checked = check_run(config, _nodes(config.cluster), found)
     for warning in checked.warnings:
         print(f"warning: {warning}", file=sys.stderr)
@@ -241,7 +243,7 @@ def _dashboard(run_dirs: list[Path], output: Path, workspace: str) -> int:
 def _eval(path: str, overrides: Sequence[str], command: Command) -> int:
     config = load(EvalConfig, path, overrides)
     command.output = Path(config.output) if config.output else None
-    check_eval(config, reward_problems(config.reward, config.cluster))
+    check_eval(config, [*reward_problems(config.reward, config.cluster), *machine_problems(config.cluster)])
     from launcher.commands.evaluate import evaluate
 
     evaluate(config, _nodes(config.cluster))
@@ -251,7 +253,7 @@ def _eval(path: str, overrides: Sequence[str], command: Command) -> int:
 def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool) -> int:
     config = load(SftConfig, path, overrides)
     command.output = Path(config.log_path or config.output_dir)
-    checked = check_sft(config, _nodes(config.cluster))
+    checked = check_sft(config, _nodes(config.cluster), machine_problems(config.cluster))
     if dry_run:
         print(resolved_yaml(config))
         print("\n".join(["# memory (estimate)", *checked.memory.lines()]))

@@ -23,7 +23,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -87,6 +87,14 @@ def on_devices(devices: Sequence[str]) -> dict[str, str]:
     `devices` are numbers or identifiers as in CUDA_VISIBLE_DEVICES.
     """
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices), **ALL_DEVICES} if devices else {}
+
+
+def given_devices(environment: Mapping[str, str]) -> str:
+    """The devices that `on_devices` has named in a process's variables, separated by commas; empty for none.
+
+    A user's own CUDA_VISIBLE_DEVICES gives no device to a process that is placed on the CPU.
+    """
+    return environment.get("CUDA_VISIBLE_DEVICES", "") if environment.items() >= ALL_DEVICES.items() else ""
 
 
 _OFFLINE = {

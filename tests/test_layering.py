@@ -195,10 +195,17 @@ FLOORS = {
         libraries="ray wandb",
         loads="ray",
     ),
-    "launcher/first_hour/device.py": Floor(imports="launcher/run_dir/atomic_files.py", libraries="torch", loads="*"),
-    "launcher/first_hour": Floor(imports="launcher/run_dir/atomic_files.py launcher/estimate", loads="ray"),
     "launcher/endings": Floor(
         imports="history rollout megatron_rl/controller launcher launcher/cluster launcher/run_dir",
+        loads="ray",
+    ),
+    "launcher/first_hour/device.py": Floor(
+        imports="launcher/run_dir/atomic_files.py launcher/cluster",
+        libraries="torch",
+        loads="*",
+    ),
+    "launcher/first_hour": Floor(
+        imports="launcher launcher/run_dir/atomic_files.py launcher/estimate launcher/endings",
         loads="ray",
     ),
     "launcher/report": Floor(

@@ -69,6 +69,82 @@ def test_make_refuses_an_unsupported_machine_with_one_sentence(
     assert not environment.exists()
 
 
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [
+        ("version_info", "is not Python 3.12: install it, or name it with CUDA_PYTHON="),
+        ("ensurepip", "has no module ensurepip, so it makes no environment: install python3.12-venv"),
+        ("sysconfig", "there is no header /nowhere/Python.h, which Transformer Engine's extension includes"),
+        ("compiler", "there is no C++ compiler compiler, which Transformer Engine's extension needs: install g++"),
+        ("machine", "this machine is aarch64, but the packages are locked for x86_64"),
+    ],
+)
+def test_make_refuses_a_gpu_machine_that_lacks_something_before_it_downloads(
+    tmp_path: Path, lacks: str, said: str
+) -> None:
+    (tmp_path / "Python.h").touch()
+    python = program(
+        tmp_path / "bin",
+        "python",
+        f'case "$2" in\n*{lacks}*) echo /nowhere; exit 1;;\n*sysconfig*) echo "{tmp_path}";;\nesac',
+    )
+    if lacks == "machine":
+        program(tmp_path / "bin", "uname", "echo aarch64")
+    variables = {
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "CXX": lacks if lacks == "compiler" else str(python),
+    }
+    environment = tmp_path / "venv"
+    assert said in sentence_of(make("setup-cuda", f"VENV_CUDA={environment}", f"CUDA_PYTHON={python}", **variables))
+    assert not environment.exists()
+
+
+PARTS = ("test-fast", "test-slow", "test-engines")
+
+
+def run_of(part: str, folder: Path, *arguments: str, script: str = "exit 0") -> subprocess.CompletedProcess[str]:
+    """A part of `make test`, whose Python is a script."""
+    program(folder / "bin", "python", script)
+    (folder / ".installed").touch()
+    return make(part, f"VENV={folder}", *arguments)
+
+
+def test_a_part_of_the_tests_runs_all_of_its_own_by_default(tmp_path: Path) -> None:
+    checked = "--ignore=tests/test_layering.py --ignore=tests/test_packaging.py"
+    (tmp_path / "bin").mkdir()
+    shown = {part: run_of(part, tmp_path, script='echo "$@"').stdout.splitlines()[-1] for part in PARTS}
+    assert shown["test-fast"].startswith(f"-m pytest -q tests {checked} -m not gpu")
+    assert shown["test-slow"].startswith(f"-m pytest tests {checked} --ignore=tests/rollout -m not gpu")
+    assert shown["test-engines"].startswith("-m pytest tests/rollout -m not gpu")
+    none_selected = [run_of(part, tmp_path, script="exit 5").returncode for part in PARTS]
+    assert none_selected == [2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fast", "slow", "engines"),
+    [
+        ("tests/launcher", "tests/launcher", "tests/launcher", None),
+        ("tests/rollout", "tests/rollout", None, "tests/rollout"),
+        ("tests/rollout/pool tests/data", "tests/rollout/pool tests/data", "tests/data", "tests/rollout/pool"),
+        ("tests/test_packaging.py", "tests/test_packaging.py", "tests/test_packaging.py", None),
+    ],
+)
+def test_the_parts_of_the_tests_divide_what_is_chosen(
+    tmp_path: Path, chosen: str, fast: str, slow: str | None, engines: str | None
+) -> None:
+    (tmp_path / "bin").mkdir()
+    for part, wanted in zip(PARTS, (f"-q {fast}", slow, engines), strict=True):
+        done = run_of(part, tmp_path, f"TESTS={chosen}", "PYTEST_ARGS=-x", script='echo "$@"; exit 5')
+        assert done.returncode == 0, done.stderr
+        said = " ".join(done.stdout.splitlines()[-1].split())
+        if wanted is None:
+            assert said == f"{part} has none of: {chosen}"
+        else:
+            assert said.startswith(f"-m pytest {wanted} -m not gpu") and said.endswith(" -x")
+        failed = run_of(part, tmp_path, f"TESTS={chosen}", script="exit 1").returncode
+        assert failed == (0 if wanted is None else 2)
+
+
 def test_make_refuses_gpu_tests_of_which_none_would_run(tmp_path: Path) -> None:
     refused = make("test-gpu", f"PYTHON={sys.executable}", CUDA_VISIBLE_DEVICES="")
     assert "finds no GPU, so no test would run" in sentence_of(refused) and "pytest" not in refused.stdout

@@ -1,6 +1,7 @@
 """The environment equals the locks and setup.py, and imported packages are those of this checkout."""
 
 import ast
+import fnmatch
 import importlib
 import os
 import re
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from packaging.requirements import Requirement
 
 from tests.support.deadline import DEADLINE_S
 from tests.support.outer_make import without_outer_make
@@ -43,12 +45,15 @@ def locked(name: str) -> dict[str, str]:
     return {canonical(package.partition("[")[0]): version for package, version in pins}
 
 
+def setup_statements() -> list[ast.stmt]:
+    return ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
+
+
 def setup_constants() -> dict[str, object]:
     """Literal assignments of setup.py, without running it."""
-    tree = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
     return {
         node.targets[0].id: ast.literal_eval(node.value)
-        for node in tree.body
+        for node in setup_statements()
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
 
@@ -79,6 +84,25 @@ def test_every_direct_dependency_is_locked_for_cpu() -> None:
     assert isinstance(common, list)
     wanted = {canonical(re.split(r"[\[<>=!]", requirement)[0]) for requirement in common}
     assert wanted - set(locked("cpu.txt")) - set(locked("torch.txt")) == set()
+
+
+def test_the_extra_of_gpus_admits_only_the_locked_minor_versions() -> None:
+    """And no torch extension of Transformer Engine: pip would compile it against another torch than the locked one."""
+    lock = locked("cuda.txt")
+    (call,) = (
+        node.value for node in setup_statements() if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    )
+    (extras,) = (ast.literal_eval(word.value) for word in call.keywords if word.arg == "extras_require")
+    requirements = [Requirement(text) for text in extras["cuda"]]
+    assert {"vllm", "transformer-engine"} <= {one.name for one in requirements}
+    for one in requirements:
+        version = lock[canonical(one.name)]
+        major, minor = (int(number) for number in version.split(".")[:2])
+        assert one.specifier.contains(version)
+        assert not one.specifier.contains(f"{major}.{minor + 1}.0") and not one.specifier.contains(
+            f"{major}.{minor - 1}.99"
+        )
+        assert "pytorch" not in one.extras
 
 
 @pytest.mark.slow
@@ -182,6 +206,37 @@ def test_a_dockerfile_runs_the_commands_of_the_readme_and_copies_what_exists(nam
     assert all((ROOT / source).exists() for source in copied)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "make setup-cuda " in readme and "make test-gpu PYTHON=.venv-cuda/bin/python" in readme
+
+
+def is_left_out(path: str) -> bool:
+    """Whether `.dockerignore`, whose patterns begin at the root, leaves out this file or a folder above it.
+
+    `**/` stands for any number of folders, and `*` for a part of one name.
+    """
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    patterns = [line.split("/") for line in lines if line and not line.startswith("#")]
+    parts = path.split("/")
+
+    def fits(pattern: list[str], begin: list[str]) -> bool:
+        if pattern[0] == "**":
+            return any(fits(pattern[1:], begin[skipped:]) for skipped in range(len(begin)))
+        return len(pattern) == len(begin) and all(map(fnmatch.fnmatchcase, begin, pattern))
+
+    return any(fits(pattern, parts[:length]) for pattern in patterns for length in range(1, len(parts) + 1))
+
+
+def test_an_image_is_built_without_what_a_checkout_gathers_and_with_every_tracked_file() -> None:
+    whole = [path.name for path in (ROOT / "docker").glob("*.Dockerfile") if "COPY . ." in path.read_text()]
+    assert set(whole) == {f"{name}.Dockerfile" for name in DOCKERFILES}
+    for line in (ROOT / ".gitignore").read_text(encoding="utf-8").splitlines():
+        name = line.strip("/").replace("*", "some")
+        places = [name] if "/" in line.rstrip("/") else [name, f"tests/{name}"]
+        assert all(is_left_out(f"{place}/file") for place in places), line
+    assert all(is_left_out(path) for path in ("models/m/a.safetensors", "data/train.jsonl", "download/data/a.parquet"))
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert "rollout/data/rows.py" in listed and [path for path in listed if is_left_out(path)] == []
 
 
 def test_the_workflow_calls_the_targets_that_ci_calls() -> None:

@@ -115,10 +115,13 @@ class CheckedSft:
     memory: MemoryPlan
 
 
-def check_sft(config: SftConfig, nodes: Sequence[NodeResources]) -> CheckedSft:
-    """The facts of a warm start that can be started on `nodes`; raises a `ConfigError` with every problem otherwise."""
+def check_sft(config: SftConfig, nodes: Sequence[NodeResources], found: Sequence[str] = ()) -> CheckedSft:
+    """The facts of a warm start that can be started on `nodes`; raises a `ConfigError` with every problem otherwise.
+
+    `found` as in `check_run`.
+    """
     node = nodes[0]
-    problems = sft_file("data.path", config.data.path)
+    problems = [*found, *sft_file("data.path", config.data.path)]
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))

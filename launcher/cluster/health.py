@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from history.own_files import opener
-from launcher.cluster.node import command_output, node_resources, package_versions, raise_open_files
+from launcher.cluster.node import NodeResources, command_output, node_resources, package_versions, raise_open_files
 from launcher.config.schema import RunConfig
 
 MAX_SKEW_S = 0.5
@@ -57,7 +57,7 @@ class NodeFacts:
     packages: Mapping[str, str]
     num_gpus: int
     gpu_processes: tuple[str, ...]
-    """Process id and name of each process on a GPU."""
+    """Process id and name of each process on a GPU that this process may use."""
     shm_bytes: int
     disk_bytes: int
     open_files: int
@@ -73,18 +73,27 @@ def node_facts(needs: NodeNeeds, canary: Path) -> NodeFacts:
     with open(canary, "w", encoding="utf-8", opener=opener) as file:
         file.write(socket.gethostname())
     skew_s = clock_difference_s(begun_s, canary.stat().st_mtime, time.time())
-    listed = command_output(["nvidia-smi", "--query-compute-apps=pid,process_name", "--format=csv,noheader"])
+    resources = node_resources()
     return NodeFacts(
         node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
         unreadable=tuple(path for path in needs.paths if not os.access(path, os.R_OK)),
         packages=package_versions(),
-        num_gpus=len(node_resources().gpu_bytes),
-        gpu_processes=tuple(line.strip() for line in listed.splitlines() if line.strip()),
+        num_gpus=len(resources.gpu_bytes),
+        gpu_processes=_gpu_processes(resources),
         shm_bytes=shutil.disk_usage("/dev/shm").free,
         disk_bytes=shutil.disk_usage(needs.temp_dir).free,
         open_files=raise_open_files(),
         clock_skew_s=skew_s,
     )
+
+
+def _gpu_processes(resources: NodeResources) -> tuple[str, ...]:
+    if not resources.gpu_bytes:
+        return ()
+    visible = [f"--id={','.join(resources.gpu_ids)}"] if resources.gpu_ids else []
+    query = ["--query-compute-apps=pid,process_name", "--format=csv,noheader"]
+    listed = command_output(["nvidia-smi", *visible, *query])
+    return tuple(line.strip() for line in listed.splitlines() if line.strip())
 
 
 def clock_difference_s(begun_s: float, written_s: float, ended_s: float) -> float:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from launcher.checks.health.cpu_packages import machine_problems
 from launcher.checks.memory import export_problems
 from launcher.checks.model import partition_problems
 from launcher.cluster.node import NodeResources, node_resources
@@ -29,8 +30,8 @@ def export(config: ExportConfig) -> None:
     """Load the checkpoint on this machine, or where `config.overrides` say, and write `config.output_dir`.
 
     Raises:
-        ConfigError: there is no such checkpoint, the output directory exists, the partition is impossible, or the
-            weights do not fit.
+        ConfigError: there is no such checkpoint, the output directory exists, the partition is impossible, the
+            weights do not fit, or this machine has GPUs and packages for CPUs.
         RunDirectoryError: the checkpoint from which the run would resume is gone.
     """
     run_dir, target = Path(config.run_dir), Path(config.output_dir)
@@ -40,7 +41,7 @@ def export(config: ExportConfig) -> None:
     run_config = _run_config(run_dir / "config.yaml", config.overrides)
     cluster = run_config.cluster
     nodes = (node_resources(),) if cluster.address == "local" else joined_nodes(cluster)
-    if problems := _problems(run_config, nodes[0]):
+    if problems := [*machine_problems(cluster), *_problems(run_config, nodes[0])]:
         raise ConfigError(listing("export", problems))
     ranks = plan_sft(run_config.trainer, nodes)
     placed = Counter([nodes[0].name, *[rank.node for rank in ranks]])

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.checks.check import CheckedRun
+from launcher.checks.health.cpu_packages import cpu_package_problems
 from launcher.checks.slurm import time_limit_s
 from launcher.cluster.node import package_versions
 from launcher.cluster.slurm_script import RecordedTimes, Submission, render, stop_notice_s
@@ -121,12 +122,10 @@ def submit(config: RunConfig, submission: Submission, script: str) -> list[str]:
     """
     versions = package_versions()
     slurm = config.cluster.slurm
-    if slurm.gpus_per_node and slurm.container.kind == "none" and versions.get("torch", "").endswith("+cpu"):
-        raise ConfigError(
-            f"`cluster.slurm.gpus_per_node` = {slurm.gpus_per_node}, but torch {versions['torch']} of this "
-            "environment, in which the job would run, is built for CPUs; run `make setup-cuda` and submit with the "
-            "megatron-rl of that environment, or name a container (`cluster.slurm.container`)"
-        )
+    gpus = f"`cluster.slurm.gpus_per_node` = {slurm.gpus_per_node}"
+    problems = cpu_package_problems(gpus, versions, "name a container (`cluster.slurm.container`)")
+    if slurm.gpus_per_node and slurm.container.kind == "none" and problems:
+        raise ConfigError(problems[0])
     sbatch = shutil.which("sbatch")
     if sbatch is None:
         raise LaunchError(

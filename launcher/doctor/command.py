@@ -25,6 +25,7 @@ from launcher.checks.health.stop_tokens import stop_token_line
 from launcher.checks.health.tokenizer import tokenizer_line
 from launcher.checks.health.wandb import is_wandb_installed, wandb_line
 from launcher.checks.health.write_speed import write_speed, write_speed_line
+from launcher.checks.paths import folder_problems
 from launcher.checks.preflight import Check, kernels, run_disk
 from launcher.cluster.addresses import interfaces, node_address, resolve
 from launcher.cluster.health import node_facts, node_needs
@@ -72,6 +73,12 @@ def doctor(config: RunConfig, nodes: Sequence[NodeResources] = ()) -> int:
 
 def doctor_lines(config: RunConfig) -> Iterator[Check]:
     """Lines of all checks in order, each as soon as its check has ended."""
+    run_directory = Check(
+        name="run directory", value=config.run_dir, problem="; ".join(folder_problems("run_dir", config.run_dir))
+    )
+    yield run_directory
+    if run_directory.problem:
+        return
     directory = _existing(Path(config.run_dir))
     needs = node_needs(config, {})
     needs = needs if in_allocation() else replace(needs, num_gpus=0)  # a login node has no GPUs

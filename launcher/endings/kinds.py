@@ -7,6 +7,7 @@ read too. Pure: imports neither ray nor torch.
 """
 
 import errno
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -32,10 +33,15 @@ _DISK_TEXTS = (
     *("Read-only file system", "Input/output error", "Stale file handle"),
     "] . unexpected pos ",  # torch.save, whose last write was short
 )
+_NOT_PERMITTED = (errno.EACCES, errno.EPERM)
 _MEMORY_TEXTS = (
     *("CUDA out of memory", "can't allocate memory", "Cannot allocate memory", "MemoryError", "OutOfMemoryError"),
     *("No available memory for the cache blocks", "node was running low on memory", "node running low on memory"),
 )
+_DEVICE_MEMORY = re.compile(
+    r"CUDA error: out of memory|_STATUS_ALLOC_FAILED|Cuda failure [^\n]*out of memory", re.IGNORECASE
+)
+"""Of CUDA and vLLM's allocator, of cuBLAS and cuDNN, of NCCL."""
 _MEMORY_CLASSES = {"MemoryError", "OutOfMemoryError", "ObjectStoreFullError"}
 _DEATH_CLASSES = {"RayActorError", "WorkerCrashedError", "NodeDiedError", "LocalRayletDiedError", "OwnerDiedError"}
 _DEATH_TEXTS = ("Engine core initialization failed",)
@@ -185,13 +191,17 @@ def _is_named(error: BaseException, names: set[str]) -> bool:
 def _is_disk(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _DISK_NUMBERS:
         return True
+    if isinstance(error, OSError) and error.errno in _NOT_PERMITTED and error.filename:  # no signal, no port
+        return True
     return _is_named(error, {"OutOfDiskError"}) or any(text in str(error) for text in _DISK_TEXTS)
 
 
 def _is_memory(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    return _is_named(error, _MEMORY_CLASSES) or any(text in str(error) for text in _MEMORY_TEXTS)
+    text = str(error)
+    is_told = any(known in text for known in _MEMORY_TEXTS) or bool(_DEVICE_MEMORY.search(text))
+    return is_told or _is_named(error, _MEMORY_CLASSES)
 
 
 def _is_deadline(error: BaseException) -> bool:

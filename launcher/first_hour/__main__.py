@@ -1,6 +1,7 @@
 """`python -m launcher.first_hour --out DIR [--minutes 30]`: what a GPU is asked first, in a checkout of the project.
 
-Exit codes: 0 all stages have passed, 1 a stage failed, 2 the command cannot start, 3 stages are left for another call.
+Exit codes: 0 all stages have passed, 1 a stage failed, 2 the command cannot start, 3 stages are left for another call,
+130 interrupted, 143 terminated. A call that is interrupted or terminated ends its stages.
 """
 
 import argparse
@@ -8,6 +9,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from launcher.endings.conclusion import termination_raises
+from launcher.endings.kinds import Ending
+from launcher.errors import Terminated
 from launcher.first_hour.results import ALL
 from launcher.first_hour.runner import FirstHour
 from launcher.first_hour.stages import STAGES
@@ -47,7 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"--beside is {options.beside}, but must be at least 1", file=sys.stderr)
         return 2
     hour = FirstHour(stages=STAGES, folder=options.out, root=ROOT, num_beside=options.beside)
-    results = hour.run(minutes=options.minutes, only=options.only)
+    try:
+        with termination_raises():
+            results = hour.run(minutes=options.minutes, only=options.only)
+    except (KeyboardInterrupt, Terminated) as error:
+        ending = Ending.TERMINATED if isinstance(error, Terminated) else Ending.INTERRUPTED
+        print(f"{ending.title}: the stages were ended; the same command goes on from here", file=sys.stderr)
+        return ending.code
     print(f"results: {options.out / ALL}")
     outcomes = [result.outcome for result in results]
     if outcomes[:1] != ["passed"]:

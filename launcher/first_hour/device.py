@@ -1,4 +1,4 @@
-"""The first stage: facts of the device, and the rates that plain copies and products reach on it.
+"""The first stage: facts of the device, versions of packages, and the rates that plain copies and products reach on it.
 
 `python -m launcher.first_hour.device --json OUT [--device cpu]`. The rates are ceilings for everything that is measured
 later. Times are medians, waited for by a synchronisation of the device. With `--device cpu` sizes are small; its rates
@@ -17,9 +17,14 @@ from pathlib import Path
 
 import torch
 
+from launcher.cluster.node import command_output
 from launcher.run_dir.atomic_files import replace_text
 
-PACKAGES = ("torch", "vllm", "transformer-engine", "megatron-core", "ray")
+PACKAGES = (
+    *("torch", "triton", "vllm", "flashinfer-python", "flash-attn", "transformer-engine", "megatron-core"),
+    *("transformers", "ray"),
+)
+"""Whose versions belong to a result."""
 NUM_TIMES = 7
 NUM_WARM = 2
 """Calls before those that are timed."""
@@ -41,19 +46,12 @@ ON_CPU = Sizes(num_bytes=1 << 22, side=128)
 
 
 def facts(device: torch.device) -> dict[str, object]:
-    """Name, memory, compute capability and versions."""
-    found: dict[str, object] = {"python": sys.version.split()[0], "cuda": torch.version.cuda or ""}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = ""
+    """Name, memory and compute capability."""
     if device.type == "cpu":
-        return {**found, "name": "cpu"}
+        return {"name": "cpu"}
     properties = torch.cuda.get_device_properties(device)
     free, total = torch.cuda.mem_get_info(device)
     return {
-        **found,
         "name": properties.name,
         "capability": [properties.major, properties.minor],
         "num_devices": torch.cuda.device_count(),
@@ -61,6 +59,18 @@ def facts(device: torch.device) -> dict[str, object]:
         "memory_bytes": total,
         "free_bytes": free,
     }
+
+
+def versions() -> dict[str, str]:
+    """Versions of Python, of CUDA in torch, of the driver and of `PACKAGES`; empty for what is not there."""
+    drivers = command_output(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"])
+    found = {"python": sys.version.split()[0], "cuda": torch.version.cuda or "", "driver": drivers.partition("\n")[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = ""
+    return found
 
 
 def rates(device: torch.device, sizes: Sizes) -> dict[str, float]:
@@ -118,10 +128,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("there is no CUDA device, or its driver does not fit to torch; `nvidia-smi` says more", file=sys.stderr)
         return 2
     device = torch.device(options.device, 0) if options.device == "cuda" else torch.device("cpu")
-    known, measured = facts(device), rates(device, ON_CPU if device.type == "cpu" else ON_GPU)
-    for name, value in {**known, **measured}.items():
+    known, installed = facts(device), versions()
+    measured = rates(device, ON_CPU if device.type == "cpu" else ON_GPU)
+    for name, value in {**installed, **known, **measured}.items():
         print(f"{name:24} {value:.4g}" if isinstance(value, float) else f"{name:24} {value}")
-    replace_text(options.json, json.dumps({"facts": known, "rates": measured}, indent=1) + "\n")
+    replace_text(options.json, json.dumps({"facts": known, "versions": installed, "rates": measured}, indent=1) + "\n")
     return 0
 
 

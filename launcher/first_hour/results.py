@@ -46,6 +46,8 @@ class Result:
     """Name of the device; empty where none was found."""
     code: str
     """Digest of the project's files."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    """Of packages and of the driver, by name; empty where the first stage did not tell them."""
     tests: Counts | None = None
     record: object = None
     """Content of the record that the command has written."""

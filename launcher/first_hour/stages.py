@@ -17,7 +17,7 @@ class Stage:
     decides: str
     """The question that the stage answers."""
     limit_s: float
-    """Longest duration. What has not been measured by then is left for another call."""
+    """Longest duration. A stage that was ended by then begins anew in the next call."""
     tests: tuple[str, ...] = ()
     """Files and folders of tests; those marked `gpu` run."""
     selected: str = ""

@@ -57,16 +57,26 @@ def initialize(
     store: Store,
     timeout_s: float,
     seed: int,
-    device_index: int = 0,
+    devices: str = "",
 ) -> Position:
     """Join all ranks and create Megatron's groups. Every rank calls it; it returns when all have joined.
 
     `store` is shared by all ranks (`rollout.transports.rendezvous.open_store` on rank 0, `join_store` on the others).
-    `device_index` is the CUDA device among those visible to the process.
+    `devices` are those of the rank's placement (`rollout.processes.given_devices`); the rank uses the first one.
+
+    Raises:
+        RuntimeError: the rank is placed on a device, and torch can use none.
     """
     on_cuda = torch.cuda.is_available()
+    if devices and not on_cuda:
+        built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
+        raise RuntimeError(
+            f"trainer rank {rank} is placed on GPU {devices}, which torch {torch.__version__} cannot use: it is built "
+            f"for {built_for}; use the environment of `make setup-cuda`, and a driver for its CUDA (`nvidia-smi` shows "
+            "the newest that the driver knows), or set `CUDA_VISIBLE_DEVICES=` to use the CPU on purpose"
+        )
     if on_cuda:
-        torch.cuda.set_device(device_index)
+        torch.cuda.set_device(0)
     dist.init_process_group(
         backend="nccl" if on_cuda else "gloo",
         store=store,

@@ -4,6 +4,7 @@ Importing this module is cheap: `join` imports torch and Megatron in the actor's
 """
 
 import gc
+import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult,
 from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.failures import DeadlineError
-from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
+from rollout.processes import ProcessId, given_devices, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory, StoreAddress
 from rollout.transports.shm_files import sweep
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
@@ -92,6 +93,7 @@ class TrainerActor:
             store=self._world or join_store(host, port, config.timeout_s),
             timeout_s=config.timeout_s,
             seed=self._spec.seed,
+            devices=given_devices(os.environ),
         )
         if self._spec.exports:
             self._saved = SavedPolicy(self._spec, position)

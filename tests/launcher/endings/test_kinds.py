@@ -68,6 +68,9 @@ TRAINER = Place(role="trainer", ranks=(1,))
         (OSError(errno.ENOSPC, "No space left on device", "/runs/a/metrics.jsonl"), Ending.UNWRITABLE),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), Ending.UNWRITABLE),
         (OSError(errno.EROFS, "Read-only file system", "/runs/a/events.jsonl"), Ending.UNWRITABLE),
+        (PermissionError(errno.EACCES, "Permission denied", "/runs/a"), Ending.UNWRITABLE),
+        (remote(PermissionError(errno.EPERM, "Operation not permitted", "/runs/a/LOCK")), Ending.UNWRITABLE),
+        (PermissionError(errno.EPERM, "Operation not permitted"), Ending.DEFECT),  # a signal, not a file
         (CallError("trainer.save failed on rank 0: Stale file handle", TRAINER), Ending.UNWRITABLE),
         (
             CallError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598", TRAINER),
@@ -83,6 +86,16 @@ TRAINER = Place(role="trainer", ranks=(1,))
             Ending.OUT_OF_MEMORY,
         ),
         (caused(CallError("x", TRAINER), RuntimeError("CUDA out of memory. Tried ...")), Ending.OUT_OF_MEMORY),
+        (RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be asynchronous"), Ending.OUT_OF_MEMORY),
+        (
+            CallError("engine 0: wake_up failed: CUDA Error: out of memory at cumem_allocator.cpp:119"),
+            Ending.OUT_OF_MEMORY,
+        ),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"), Ending.OUT_OF_MEMORY),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), Ending.OUT_OF_MEMORY),
+        (RuntimeError("NCCL error in: x.cpp\nLast error:\nCuda failure 2 'out of memory'"), Ending.OUT_OF_MEMORY),
+        (RuntimeError("NCCL error\nCuda failure 700 'illegal address'\nwas it out of memory?"), Ending.DEFECT),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), Ending.DEFECT),
         (PublishRefusedError("DefaultCPUAllocator: can't allocate memory: you tried"), Ending.OUT_OF_MEMORY),
         (PublishRefusedError("engine 0: rank 0: DeadlineError: engine rank 0 waited in vain"), Ending.DEADLINE),
         (ProcessLostError("trainer.train failed on rank 1", TRAINER), Ending.PROCESS_LOST),

@@ -1,11 +1,14 @@
 """The runner of the first hour on a GPU, with stages that need none."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -18,23 +21,8 @@ from launcher.first_hour.shares import SHARES, read_shares, shares, write_shares
 from launcher.first_hour.stages import STAGES, Stage
 from tests.docs.pages import ROOT
 from tests.support.deadline import DEADLINE_S
+from tests.support.first_hour_call import DEVICE, script
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Script(Stage):
-    """A stage that runs a text of Python; `sys.argv[1]` is the path of its record."""
-
-    text: str
-
-    def command(self, folder: Path) -> list[str]:
-        return [sys.executable, "-c", textwrap.dedent(self.text), str(self.record_path(folder))]
-
-
-def script(name: str, text: str, *, limit_s: float = 60.0, beside: bool = False) -> Script:
-    return Script(name=name, decides="?", limit_s=limit_s, text=text, beside=beside)
-
-
-DEVICE = script("device", 'import sys; open(sys.argv[1], \'w\').write(\'{"facts": {"name": "H100"}}\')')
 COUNTING = """
     import pathlib
     path = pathlib.Path("count")
@@ -85,6 +73,20 @@ def test_stages_that_have_passed_are_not_run_again_unless_the_code_has_changed(r
     assert [result.stage for result in read_all(root / "out" / ALL)] == ["device", "counting"]
 
 
+def test_stages_that_have_passed_are_run_again_with_other_packages_and_another_driver(root: Path) -> None:
+    versions = {"vllm": "0.25.1", "driver": "580.95.05"}
+    found = []
+    for changed in ({}, {}, {"vllm": "0.26.0"}, {"vllm": "0.26.0"}, {"driver": "590.10"}, {"flash-attn": "2.8.3"}):
+        versions |= changed
+        record = json.dumps({"facts": {"name": "H100", "free_bytes": len(found)}, "versions": versions})
+        described = script("device", f"import sys; open(sys.argv[1], 'w').write({record!r})")
+        results = run([described, script("counting", COUNTING)], root / "out", root=root, minutes=5, say=[].append)
+        assert [result.versions for result in results] == [versions] * 2
+        found.append(len((root / "count").read_text()))
+    assert found == [1, 1, 2, 2, 3, 4]
+    assert read_all(root / "out" / ALL)[1].versions == versions
+
+
 def test_a_call_with_chosen_stages_keeps_the_results_of_the_others(root: Path) -> None:
     stages = [DEVICE, script("one", "pass"), script("two", COUNTING)]
     run(stages, root / "out", root=root, minutes=5, say=[].append)
@@ -117,6 +119,52 @@ def test_a_stage_that_hangs_is_ended_with_what_it_has_started(root: Path) -> Non
     while psutil.pid_exists(child) and psutil.Process(child).status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < deadline
         time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("sleeping", ["first", "beside"])
+def test_a_call_that_gets_a_signal_ends_its_stages_and_what_they_have_started(
+    root: Path, sent: signal.Signals, sleeping: str
+) -> None:
+    for folder in ("tests", "benchmarks"):
+        (root / folder).mkdir()
+    call = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.first_hour_call", sleeping],
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    names = ["device"] if sleeping == "first" else ["one", "two"]
+    deadline = time.monotonic() + DEADLINE_S
+    family: list[int] = []
+    try:
+        while not all((root / name).exists() for name in names):
+            assert call.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        family = [int(number) for name in names for number in (root / name).read_text().split()]
+        assert len(family) == 2 * len(names) and all(is_alive(process) for process in family)
+        call.send_signal(sent)
+        said, faults = call.communicate(timeout=DEADLINE_S)
+        while any(is_alive(process) for process in family):
+            assert time.monotonic() < deadline + DEADLINE_S
+            time.sleep(0.05)
+    finally:
+        call.kill()
+        for process in filter(is_alive, family):
+            os.kill(process, signal.SIGKILL)
+    code, word = {signal.SIGINT: (130, "interrupted"), signal.SIGTERM: (143, "terminated")}[sent]
+    assert (call.returncode, faults) == (code, f"{word}: the stages were ended; the same command goes on from here\n")
+    assert not (root / "three").exists() and "failed" not in said
+    assert not any((root / "out" / f"{name}.json").exists() for name in names)
 
 
 def test_what_does_not_fit_into_the_minutes_is_left_for_another_call(root: Path) -> None:
@@ -208,11 +256,24 @@ def test_every_stage_has_what_it_runs() -> None:
 def test_the_device_stage_measures_rates(tmp_path: Path) -> None:
     assert device.main(["--json", str(tmp_path / "device.json"), "--device", "cpu"]) == 0
     found = json.loads((tmp_path / "device.json").read_text())
-    assert found["facts"]["name"] == "cpu" and found["facts"]["torch"]
+    assert found["facts"] == {"name": "cpu"}
+    installed = found["versions"]
+    assert installed["torch"] == version("torch") and installed["megatron-core"] == version("megatron-core")
+    assert set(installed) == {"python", "cuda", "driver", *device.PACKAGES}
     assert set(found["rates"]) == {
         *("copy_bytes_s", "host_to_device_bytes_s", "device_to_host_bytes_s", "bf16_flops", "int8_flops")
     }
     assert all(value > 0 for value in found["rates"].values())
+
+
+def test_the_driver_is_that_of_the_first_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(
+        '#!/bin/sh\ntest "$*" = "--query-gpu=driver_version --format=csv,noheader" && printf "580.1\\n580.1\\n"'
+    )
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert device.versions()["driver"] == "580.1"
 
 
 def test_the_page_shows_stages_and_rates_and_keeps_what_stands_around_them() -> None:

@@ -89,6 +89,10 @@ def test_a_node_that_is_missed_after_the_ranks_have_ended_ends_the_run():
         (CallError("NCCL error: unhandled system error", TRAINER), 1, True),
         (CallError("the loss is a fish", TRAINER), 0, False),
         (CallError("CUDA out of memory", TRAINER), 3, False),
+        (CallError("CUDA error: out of memory", TRAINER), 3, False),
+        (CallError("CUDA Error: out of memory at cumem_allocator.cpp:119", TRAINER), 3, False),
+        (CallError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`", TRAINER), 3, False),
+        (CallError("unhandled cuda error\nCuda failure 2 'out of memory'", TRAINER), 3, False),
         (CallError("No space left on device", TRAINER), 3, False),
     ],
 )

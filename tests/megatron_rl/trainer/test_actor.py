@@ -3,9 +3,11 @@
 from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_rl.trainer.actor import TrainerActor
+from rollout.processes import on_devices
 from rollout.transports.base import GroupChannel
 from rollout.transports.shm_files import segment_path
 from rollout.transports.store_server import StoreServer
@@ -45,6 +47,17 @@ def test_an_engine_that_never_joins_is_a_fault_and_no_error_of_the_rank() -> Non
     rank._rank = 1
     assert rank.attach_group(0, channel) == "", "it sends nothing"
     assert rank._sender is not None
+
+
+def test_a_rank_whose_slot_has_a_device_refuses_to_train_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for name, value in on_devices(["5"]).items():
+        monkeypatch.setenv(name, value)
+    rank = TrainerActor.__new__(TrainerActor)
+    rank._rank, rank._world = 2, object()
+    rank._spec = SimpleNamespace(config=SimpleNamespace(parallel=None, timeout_s=1.0, cpu_threads=1), seed=0)
+    with pytest.raises(RuntimeError, match=r"trainer rank 2 is placed on GPU 5, which torch .* cannot use"):
+        rank.join("127.0.0.1", 1)
 
 
 def test_a_rank_that_starts_removes_what_a_killed_one_has_left_in_shared_memory(
