@@ -25,6 +25,8 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
 RUN := OMP_NUM_THREADS=1 $(BIN)/python
+# The environment is for CPUs, also on a machine with GPUs, where commands that start processes would refuse it.
+ON_CPUS := CUDA_VISIBLE_DEVICES= $(RUN)
 
 # $(call timed,NAME,COMMAND) says how long a part of the set-up took.
 timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begin )) s"
@@ -88,7 +90,7 @@ $(VENV_CUDA)/.installed: requirements/cuda.txt requirements/cuda_build.txt requi
 
 quickstart: ## from nothing to a model that learned: set-up, data, model, warm start, RL, report
 	@begin=$$(date +%s) && $(MAKE) --no-print-directory setup && \
-	CUDA_VISIBLE_DEVICES= $(RUN) -m examples.$(EXAMPLE).quickstart --setup-seconds $$(( $$(date +%s) - begin ))
+	$(ON_CPUS) -m examples.$(EXAMPLE).quickstart --setup-seconds $$(( $$(date +%s) - begin ))
 
 ANYWHERE := not gpu and not long and not bench and not multinode and not sandbox and not rehearsal
 # Given by the user. The parts of `make test` divide these tests between them, and a part may be left without any.
@@ -100,8 +102,7 @@ OTHER_TESTS := $(if $(NARROWED),$(filter-out tests/rollout tests/rollout/%,$(TES
 
 # $(call part,PATHS,MARKS) runs the tests of a part. Pytest exits with 5 if it has selected none of them.
 part = $(if $(NARROWED),$(if $(1),{ $(pytest) || [ $$? -eq 5 ]; },echo "$@ has none of: $(TESTS)"),$(pytest))
-# The environment is for CPUs, also on a machine with GPUs.
-pytest = CUDA_VISIBLE_DEVICES= $(RUN) -m pytest $(1) -m "$(2)" $(PYTEST_ARGS)
+pytest = $(ON_CPUS) -m pytest $(1) -m "$(2)" $(PYTEST_ARGS)
 
 # Beside the other tests, a part prints what it has to say at its end.
 PRINTED = > $(VENV)/$$@.log 2>&1; code=$$$$?; cat $(VENV)/$$@.log; exit $$$$code
@@ -120,10 +121,10 @@ test: $(STAMP) ## tests that need neither a GPU nor root, without those of check
 	@$(MAKE) --no-print-directory -j3 test-slow test-engines test-fast AT_THE_END='$(PRINTED)'
 
 test-long: $(STAMP) ## whole runs, engines of two ranks, proof that drafts lose nothing
-	$(RUN) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)
+	$(ON_CPUS) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)
 
 test-bench: $(STAMP) ## tests of benchmarks that start engines; `make bench` runs all benchmarks the quick way
-	$(RUN) -m pytest tests -m "bench and not gpu" $(PYTEST_ARGS)
+	$(ON_CPUS) -m pytest tests -m "bench and not gpu" $(PYTEST_ARGS)
 
 test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes and of the sandbox; needs root and installs Debian's packages
 	$(SUDO) $(RUN) -m tests.support.cluster.packages
