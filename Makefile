@@ -4,7 +4,7 @@
 # PIP_ARGS     further arguments of every `pip install`
 # EXAMPLE      folder of examples/ that `make quickstart` runs: arithmetic, or code (needs bubblewrap)
 # CUDA_PYTHON  the interpreter of `make setup-cuda` (3.12)
-# TESTS        files and folders of tests: what `make test` and its three parts run, all by default
+# TESTS        files and folders of tests: what `make test` and its parts run, all by default
 # SUDO         what makes `make test-cluster` root, for example sudo
 # TORCH_INDEX  package index that torch alone comes from, for a CPU build where the default index has CUDA builds
 
@@ -24,9 +24,8 @@ export PYTHONDONTWRITEBYTECODE :=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --no-compile $(PIP_ARGS)
-RUN := OMP_NUM_THREADS=1 $(BIN)/python
 # The environment is for CPUs, also on a machine with GPUs, where commands that start processes would refuse it.
-ON_CPUS := CUDA_VISIBLE_DEVICES= $(RUN)
+RUN := CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python
 
 # $(call timed,NAME,COMMAND) says how long a part of the set-up took.
 timed = @begin=$$(date +%s); $(2) && echo "set-up: $(1) $$(( $$(date +%s) - begin )) s"
@@ -39,7 +38,7 @@ BENCHMARKS := at_scale control_plane drafting drafting.store_soak drafting.trees
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: help test-fast test-engines test-slow setup setup-cuda quickstart test test-long test-bench test-cluster faults rehearse check bench records test-gpu
+.PHONY: help test-fast test-engines test-trainer test-slow setup setup-cuda quickstart test test-long test-bench test-cluster faults rehearse check bench records test-gpu
 .DELETE_ON_ERROR:
 
 X86_64 = [ "$$(uname -m)" = x86_64 ] || { echo "make: this machine is $$(uname -m), but the packages are locked for \
@@ -90,19 +89,22 @@ $(VENV_CUDA)/.installed: requirements/cuda.txt requirements/cuda_build.txt requi
 
 quickstart: ## from nothing to a model that learned: set-up, data, model, warm start, RL, report
 	@begin=$$(date +%s) && $(MAKE) --no-print-directory setup && \
-	$(ON_CPUS) -m examples.$(EXAMPLE).quickstart --setup-seconds $$(( $$(date +%s) - begin ))
+	$(RUN) -m examples.$(EXAMPLE).quickstart --setup-seconds $$(( $$(date +%s) - begin ))
 
 ANYWHERE := not gpu and not long and not bench and not multinode and not sandbox and not rehearsal
 # Given by the user. The parts of `make test` divide these tests between them, and a part may be left without any.
 NARROWED := $(filter-out tests,$(TESTS))
 # `make check` runs these.
 CHECKED := $(if $(NARROWED),,--ignore=tests/test_layering.py --ignore=tests/test_packaging.py)
-ENGINE_TESTS := $(if $(NARROWED),$(filter tests/rollout tests/rollout/%,$(TESTS)),tests/rollout)
-OTHER_TESTS := $(if $(NARROWED),$(filter-out tests/rollout tests/rollout/%,$(TESTS)),tests $(CHECKED) --ignore=tests/rollout)
+# $(call within,FOLDER): the given tests in FOLDER, all of them if none are given.
+within = $(if $(NARROWED),$(filter $(1) $(1)/%,$(TESTS)),$(1))
+ENGINE_TESTS := $(call within,tests/rollout)
+TRAINER_TESTS := $(call within,tests/megatron_rl)
+OTHER_TESTS := $(if $(NARROWED),$(filter-out $(ENGINE_TESTS) $(TRAINER_TESTS),$(TESTS)),tests $(CHECKED) --ignore=tests/rollout --ignore=tests/megatron_rl)
 
 # $(call part,PATHS,MARKS) runs the tests of a part. Pytest exits with 5 if it has selected none of them.
 part = $(if $(NARROWED),$(if $(1),{ $(pytest) || [ $$? -eq 5 ]; },echo "$@ has none of: $(TESTS)"),$(pytest))
-pytest = $(ON_CPUS) -m pytest $(1) -m "$(2)" $(PYTEST_ARGS)
+pytest = $(RUN) -m pytest $(1) -m "$(2)" $(PYTEST_ARGS)
 
 # Beside the other tests, a part prints what it has to say at its end.
 PRINTED = > $(VENV)/$$@.log 2>&1; code=$$$$?; cat $(VENV)/$$@.log; exit $$$$code
@@ -114,17 +116,20 @@ test-fast: $(STAMP) ## tests below three minutes: no Ray, no vLLM engine, no who
 test-engines: $(STAMP) ## tests of the engines of make test: vLLM
 	$(call part,$(ENGINE_TESTS),$(ANYWHERE) and slow) $(AT_THE_END)
 
-test-slow: $(STAMP) ## the other tests of make test: Ray, trainer processes
+test-trainer: $(STAMP) ## tests of the trainer of make test: processes that learn together
+	$(call part,$(TRAINER_TESTS),$(ANYWHERE) and slow) $(AT_THE_END)
+
+test-slow: $(STAMP) ## the other tests of make test: Ray, commands, benchmarks
 	$(call part,$(OTHER_TESTS),$(ANYWHERE) and slow)
 
 test: $(STAMP) ## tests that need neither a GPU nor root, without those of check and test-long
-	@$(MAKE) --no-print-directory -j3 test-slow test-engines test-fast AT_THE_END='$(PRINTED)'
+	@$(MAKE) --no-print-directory -j3 test-slow test-engines test-trainer test-fast AT_THE_END='$(PRINTED)'
 
 test-long: $(STAMP) ## whole runs, engines of two ranks, proof that drafts lose nothing
-	$(ON_CPUS) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)
 
 test-bench: $(STAMP) ## tests of benchmarks that start engines; `make bench` runs all benchmarks the quick way
-	$(ON_CPUS) -m pytest tests -m "bench and not gpu" $(PYTEST_ARGS)
+	$(RUN) -m pytest tests -m "bench and not gpu" $(PYTEST_ARGS)
 
 test-cluster: $(STAMP) ## tests on a SLURM cluster of test nodes and of the sandbox; needs root and installs Debian's packages
 	$(SUDO) $(RUN) -m tests.support.cluster.packages

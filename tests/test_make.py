@@ -99,7 +99,7 @@ def test_make_refuses_a_gpu_machine_that_lacks_something_before_it_downloads(
     assert not environment.exists()
 
 
-PARTS = ("test-fast", "test-slow", "test-engines")
+PARTS = ("test-fast", "test-slow", "test-engines", "test-trainer")
 
 
 def run_of(part: str, folder: Path, *arguments: str, script: str = "exit 0") -> subprocess.CompletedProcess[str]:
@@ -114,26 +114,29 @@ def test_a_part_of_the_tests_runs_all_of_its_own_by_default(tmp_path: Path) -> N
     (tmp_path / "bin").mkdir()
     shown = {part: run_of(part, tmp_path, script='echo "$@"').stdout.splitlines()[-1] for part in PARTS}
     assert shown["test-fast"].startswith(f"-m pytest -q tests {checked} -m not gpu")
-    assert shown["test-slow"].startswith(f"-m pytest tests {checked} --ignore=tests/rollout -m not gpu")
+    others = f"tests {checked} --ignore=tests/rollout --ignore=tests/megatron_rl"
+    assert shown["test-slow"].startswith(f"-m pytest {others} -m not gpu")
     assert shown["test-engines"].startswith("-m pytest tests/rollout -m not gpu")
+    assert shown["test-trainer"].startswith("-m pytest tests/megatron_rl -m not gpu")
     none_selected = [run_of(part, tmp_path, script="exit 5").returncode for part in PARTS]
-    assert none_selected == [2, 2, 2]
+    assert none_selected == [2, 2, 2, 2]
 
 
 @pytest.mark.parametrize(
-    ("chosen", "fast", "slow", "engines"),
+    ("chosen", "slow", "engines", "trainer"),
     [
-        ("tests/launcher", "tests/launcher", "tests/launcher", None),
-        ("tests/rollout", "tests/rollout", None, "tests/rollout"),
-        ("tests/rollout/pool tests/data", "tests/rollout/pool tests/data", "tests/data", "tests/rollout/pool"),
-        ("tests/test_packaging.py", "tests/test_packaging.py", "tests/test_packaging.py", None),
+        ("tests/launcher", "tests/launcher", None, None),
+        ("tests/rollout", None, "tests/rollout", None),
+        ("tests/megatron_rl/loss tests/data", "tests/data", None, "tests/megatron_rl/loss"),
+        ("tests/rollout/pool tests/data tests/megatron_rl", "tests/data", "tests/rollout/pool", "tests/megatron_rl"),
+        ("tests/test_packaging.py", "tests/test_packaging.py", None, None),
     ],
 )
 def test_the_parts_of_the_tests_divide_what_is_chosen(
-    tmp_path: Path, chosen: str, fast: str, slow: str | None, engines: str | None
+    tmp_path: Path, chosen: str, slow: str | None, engines: str | None, trainer: str | None
 ) -> None:
     (tmp_path / "bin").mkdir()
-    for part, wanted in zip(PARTS, (f"-q {fast}", slow, engines), strict=True):
+    for part, wanted in zip(PARTS, (f"-q {chosen}", slow, engines, trainer), strict=True):
         done = run_of(part, tmp_path, f"TESTS={chosen}", "PYTEST_ARGS=-x", script='echo "$@"; exit 5')
         assert done.returncode == 0, done.stderr
         said = " ".join(done.stdout.splitlines()[-1].split())
@@ -143,6 +146,24 @@ def test_the_parts_of_the_tests_divide_what_is_chosen(
             assert said.startswith(f"-m pytest {wanted} -m not gpu") and said.endswith(" -x")
         failed = run_of(part, tmp_path, f"TESTS={chosen}", script="exit 1").returncode
         assert failed == (0 if wanted is None else 2)
+
+
+def targets_of_the_cpu_environment() -> list[str]:
+    """Targets that start something from `.venv`; `test` starts its parts."""
+    (line,) = (line for line in (ROOT / "Makefile").read_text().splitlines() if line.startswith(".PHONY:"))
+    return sorted(set(line.split()[1:]) - {"help", "setup", "setup-cuda", "rehearse", "test-gpu", "test"})
+
+
+@pytest.mark.parametrize("target", targets_of_the_cpu_environment())
+def test_what_starts_from_the_environment_for_cpus_sees_no_gpu(target: str, tmp_path: Path) -> None:
+    for name in ("ruff", "mypy"):
+        program(tmp_path / "bin", name, "exit 0")
+    program(tmp_path / "bin", "python", 'echo "sees <$CUDA_VISIBLE_DEVICES> $@"')
+    (tmp_path / ".installed").touch()
+    done = make(target, f"VENV={tmp_path}", CUDA_VISIBLE_DEVICES="0")
+    assert done.returncode == 0, done.stderr
+    started = [line for line in done.stdout.splitlines() if line.startswith("sees ")]
+    assert started and all(line.startswith("sees <> -m ") for line in started), started
 
 
 def test_make_refuses_gpu_tests_of_which_none_would_run(tmp_path: Path) -> None:

@@ -36,8 +36,8 @@ def assert_bitwise_equal(found, expected):
         assert torch.equal(found[name].view(torch.uint8), tensor.view(torch.uint8)), name
 
 
-@pytest.mark.parametrize("parallel", PARTITIONS, ids=lambda p: f"tp{p.tensor}_pp{p.pipeline}_dp{p.data}")
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("parallel", PARTITIONS, ids=lambda p: f"tp{p.tensor}_pp{p.pipeline}_dp{p.data}")
 def test_hugging_face_to_megatron_and_back_is_bitwise(ranks, tmp_path, family, parallel):
     source = save_model(family, tmp_path / "source")
     done = ranks.run(load_and_export, source, tmp_path / "copy", "fp32", 1 << 30, parallel=parallel)

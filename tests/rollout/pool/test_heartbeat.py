@@ -106,7 +106,7 @@ class Ended:
 
 
 @pytest.fixture
-def ended(monkeypatch: pytest.MonkeyPatch) -> Ended:
+def killed_by_beats(monkeypatch: pytest.MonkeyPatch) -> Ended:
     ended = Ended()
     monkeypatch.setattr(heartbeat.ray, "kill", ended.kill)
     monkeypatch.setattr(heartbeat, "kill_on_nodes", ended.kill_on_nodes)
@@ -114,7 +114,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Ended:
 
 
 def test_a_silent_process_that_was_asked_before_is_named_with_its_node_and_leaves_its_stacks(
-    actor: Actor, ended: Ended
+    actor: Actor, killed_by_beats: Ended
 ) -> None:
     beat = Heartbeat(actor, clock=lambda: actor.now)
     beat.ask()
@@ -123,20 +123,20 @@ def test_a_silent_process_that_was_asked_before_is_named_with_its_node_and_leave
     assert actor.seconds_until_missed(beat, 2 * SILENT_S) == pytest.approx(SILENT_S, abs=2 * LOOK_EVERY_S)
     assert (beat.named("scorer 2"), beat.host) == ("scorer 2 (process 7 on gpu-03)", "gpu-03")
     assert beat.end() == ("logs/stacks",)
-    assert (ended.by_node, ended.by_ray) == ([([PROCESS], True)], [])
+    assert (killed_by_beats.by_node, killed_by_beats.by_ray) == ([([PROCESS], True)], [])
 
 
 @pytest.mark.parametrize("before", ["silent", "dead", "ended"])
-def test_ray_ends_a_process_that_is_not_known(actor: Actor, ended: Ended, before: str) -> None:
+def test_ray_ends_a_process_that_is_not_known(actor: Actor, killed_by_beats: Ended, before: str) -> None:
     beat = Heartbeat(actor, clock=lambda: actor.now)
     if before == "ended":
         actor.seconds_until_missed(beat, 4 * LOOK_EVERY_S)
         beat.end()
-        ended.by_node.clear()
+        killed_by_beats.by_node.clear()
     actor.says = "dead" if before == "dead" else "silent"
     actor.seconds_until_missed(beat, 2 * START_S)
     assert beat.end() == ()
-    assert (ended.by_node, ended.by_ray) == ([], [actor])
+    assert (killed_by_beats.by_node, killed_by_beats.by_ray) == ([], [actor])
 
 
 def test_the_answer_of_an_old_process_does_not_hide_its_successor(actor: Actor) -> None:

@@ -50,7 +50,7 @@ def answer(pid: int, **events: int) -> ScorerAnswer:
 
 
 @pytest.fixture
-def answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
+def given_answers(monkeypatch: pytest.MonkeyPatch) -> Answers:
     fake = Answers()
     monkeypatch.setattr(scorer_pool.ray, "get", fake.get)
     return fake
@@ -62,28 +62,28 @@ def finish(pool: ScorerPool, number: int, size: int) -> None:
     pool.finish("call", Scoring(group=group_of(size), sampled=sampled, scorer=number))
 
 
-def test_a_group_goes_to_the_scorer_with_the_fewest_responses(answers: Answers) -> None:
+def test_a_group_goes_to_the_scorer_with_the_fewest_responses(given_answers: Answers) -> None:
     pool = ScorerPool([Scorer(), Scorer(), Scorer()], timeout_s=9.0)
     assert [pool.submit(group_of(size), (ColumnsRef(None),))[1] for size in (8, 4, 2, 1, 2)] == [0, 1, 2, 2, 2]
-    answers.answer = answer(1)
+    given_answers.answer = answer(1)
     finish(pool, 0, 8)
     assert pool.submit(group_of(1), (ColumnsRef(None),))[1] == 0
 
 
-def test_a_restart_counts_once_also_if_the_old_process_answers_late(answers: Answers) -> None:
+def test_a_restart_counts_once_also_if_the_old_process_answers_late(given_answers: Answers) -> None:
     pool = ScorerPool([Scorer()], timeout_s=9.0)
     for pid in (1, 2, 1, 2, 3):
         pool.submit(group_of(1), (ColumnsRef(None),))
-        answers.answer = answer(pid)
+        given_answers.answer = answer(pid)
         finish(pool, 0, 1)
     assert pool.num_restarts == 2
 
 
-def test_events_of_workers_add_up_over_answers_and_scorers(answers: Answers) -> None:
+def test_events_of_workers_add_up_over_answers_and_scorers(given_answers: Answers) -> None:
     pool = ScorerPool([Scorer(), Scorer()], timeout_s=9.0)
     for number, given in enumerate([{"num_restarts": 2}, {"num_restarts": 1, "num_strays": 3}]):
         pool.submit(group_of(1), (ColumnsRef(None),))
-        answers.answer = answer(number, **given)
+        given_answers.answer = answer(number, **given)
         finish(pool, number, 1)
     assert pool.events == WorkerEvents(num_restarts=3, num_strays=3)
 
@@ -101,7 +101,7 @@ def test_tokens_that_were_lost_with_a_node_are_no_failure_of_the_scorer(monkeypa
 
 
 def test_a_scorer_is_not_judged_by_time_in_which_nobody_waited_for_it(
-    answers: Answers, monkeypatch: pytest.MonkeyPatch
+    given_answers: Answers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The controller was stopped, or trained."""
     now, ended = [0.0], []
@@ -125,7 +125,7 @@ def test_a_scorer_is_not_judged_by_time_in_which_nobody_waited_for_it(
     [(-1.0, 0.0, "finished none for -1 s, although"), (60.0, 61.0, "has not answered for 61 s")],
 )
 def test_a_scorer_that_hangs_is_named_with_its_node_and_leaves_its_stacks(
-    answers: Answers,
+    given_answers: Answers,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     timeout_s: float,
@@ -144,7 +144,7 @@ def test_a_scorer_that_hangs_is_named_with_its_node_and_leaves_its_stacks(
     for _ in range(2):
         pool.submit(group_of(1), (ColumnsRef(None),))
     process = ProcessId(node_id="n", pid=7, created_s=7.0, host="gpu-03")
-    answers.answer = replace(answer(7), process=process)
+    given_answers.answer = replace(answer(7), process=process)
     finish(pool, 0, 1)
     pool.check()
     assert killed == [([process], True)]
