@@ -188,7 +188,8 @@ def _slurm(path: str, overrides: Sequence[str], command: Command, *, dry_run: bo
         print(f"warning: {warning}", file=sys.stderr)
     key_problems, key_warnings = job_problems(config.wandb, slurm)
     found = [*key_problems, *job_reward_problems(config.reward, slurm)]
-    checked = check_run(config, expected_nodes(slurm, node_resources()), found)
+    nodes, in_container = expected_nodes(slurm, node_resources()), slurm.container.kind != "none"
+    checked = check_run(config, nodes, found, in_container=in_container)
     for warning in (*checked.warnings, *key_warnings):
         print(f"warning: {warning}", file=sys.stderr)
     check_resume(config)
@@ -254,6 +255,8 @@ def _sft(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
     config = load(SftConfig, path, overrides)
     command.output = Path(config.log_path or config.output_dir)
     checked = check_sft(config, _nodes(config.cluster), machine_problems(config.cluster))
+    for warning in checked.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if dry_run:
         print(resolved_yaml(config))
         print("\n".join(["# memory (estimate)", *checked.memory.lines()]))

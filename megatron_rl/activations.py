@@ -84,7 +84,8 @@ def activation_bytes(
     By layer and token: input and output of both norms, the residual, and what attention and the feed-forward network
     keep (`_attention_elements`, `_network_elements`). `selective` recomputation repeats attention, of which only scores
     would be freed. Everything is cut by tensor and sequence parallelism (Korthikanti et al. 2022, section 4), except
-    the gathered inputs of one product. Stage n of N keeps N - n micro batches (1F1B).
+    the gathered inputs of one product, and the routed inputs of experts (`_routed_elements`). Stage n of N keeps N - n
+    micro batches (1F1B).
 
     Args:
         spec: the model's architecture.
@@ -98,31 +99,41 @@ def activation_bytes(
     layer = 5 * hidden + _attention_elements(spec, kernels) + _network_elements(spec, trainer, kernels)
     num_layers = len(stage_layers(spec.num_layers, parallel.pipeline)[pipeline_rank])
     kept = kept_layers(trainer, num_layers, parallel.pipeline - pipeline_rank)
-    gathered = 2 * hidden if parallel.tensor > 1 else 0
-    return tokens * width * ((kept.inputs * hidden + kept.whole * layer) // parallel.tensor + gathered)
+    whole = kept.whole * _routed_elements(spec) + (2 * hidden if parallel.tensor > 1 else 0)
+    return tokens * width * ((kept.inputs * hidden + kept.whole * layer) // parallel.tensor + whole)
 
 
 def _attention_elements(spec: ModelSpec, kernels: Kernels) -> int:
     """Elements of a token: query, key, value and output, and query and key before their norms.
 
     On a CPU every query head has a key and a value of its own, and the outputs of all sequences are joined in a copy
-    (`megatron_rl.model.attention`).
+    (`megatron_rl.model.attention`). The key before its norm is a view there, which keeps the whole product.
     """
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
-    before_norms = queries + keys if spec.qk_norm else 0
-    return before_norms + (5 * queries if kernels == "local" else 2 * queries + 2 * keys)
+    if kernels == "local":
+        return (2 * queries + 2 * keys if spec.qk_norm else 0) + 5 * queries
+    return (queries + keys if spec.qk_norm else 0) + 2 * queries + 2 * keys
 
 
 def _network_elements(spec: ModelSpec, trainer: TrainerConfig, kernels: Kernels) -> int:
     """Elements of a token: both halves of the first product, and the input of the second.
 
     Without a fused activation also the activated half and the other one with its offset. An expert's network then also
-    keeps the product before the router's weight. Experts keep their routed inputs and outputs.
+    keeps the product before the router's weight.
     """
     fused = bool(trainer.megatron.get("bias_activation_fusion", kernels != "local"))
     if spec.experts is None:
         return (3 if fused else 5) * spec.ffn_size
-    return spec.experts.per_token * ((3 if fused else 6) * spec.ffn_size + 2 * spec.hidden_size)
+    return spec.experts.per_token * (3 if fused else 6) * spec.ffn_size
+
+
+def _routed_elements(spec: ModelSpec) -> int:
+    """Elements of a token as inputs of its experts, which tensor parallelism does not cut.
+
+    Every rank has a part of each expert, so Megatron gathers the routed inputs before the experts' first product, which
+    keeps them (Megatron-Core 0.16.1, `moe/token_dispatcher.py`, `MoEAlltoAllTokenDispatcher.dispatch_postprocess`).
+    """
+    return 0 if spec.experts is None else spec.experts.per_token * spec.hidden_size
 
 
 def score_bytes(spec: ModelSpec, trainer: TrainerConfig, *, pipeline_rank: int, longest_sample: int) -> int:

@@ -40,7 +40,7 @@ class KlConfig(Config):
     """`k3_unbiased`: k3 times the probability ratio, whose gradient is unbiased off policy (DeepSeek-V3.2); loss
     only."""
     coefficient: float = Field(default=1e-3, ge=0)
-    """Factor of the divergence; where it begins if it adapts."""
+    """Factor of the divergence; where it begins if it adapts, also at a resume that changes this key."""
     target: float = Field(default=0.0, ge=0)
     """Divergence for each token, in nats, at which the coefficient is held by changing it after every step
     (arXiv 1909.08593, section 2.2). 0: the coefficient is fixed."""
@@ -52,7 +52,8 @@ class EntropyConfig(Config):
     """A bonus for the entropy of the policy."""
 
     coefficient: float = Field(default=0.0, ge=0)
-    """Coefficient of the mean token entropy in the objective; where it begins if it adapts."""
+    """Coefficient of the mean token entropy in the objective; where it begins if it adapts, also at a resume that
+    changes this key."""
     target: float = Field(default=0.0, ge=0)
     """Entropy in nats below which the bonus counts (arXiv 2505.22312). The coefficient grows after a step
     below it and shrinks after a step above it. 0: the bonus always counts and its coefficient is fixed."""

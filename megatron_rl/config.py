@@ -60,12 +60,13 @@ class OptimizerConfig(Config):
     min_learning_rate: float = Field(default=0.0, ge=0)
     """Learning rate at the end of the decay."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Optimizer steps of linear warm-up."""
+    """Optimizer steps of linear warm-up. A resume does not enter one again that was over."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the schedule after the warm-up."""
     decay_steps: int = Field(default=0, ge=0)
     """Optimizer steps until `min_learning_rate` is reached. 0 means the whole run, whose last update is the last one
-    above `min_learning_rate`."""
+    above `min_learning_rate`. It then follows the steps: a resume with another `algorithm.num_mini_batches` or
+    `num_epochs` keeps its place in the run."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay."""
     beta1: float = Field(default=0.9, ge=0, lt=1)

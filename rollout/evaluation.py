@@ -5,8 +5,9 @@ its reward. A response whose scoring failed scores 0, whatever `reward.failure_s
 reward may have another scale. avg@k is the mean score over all samples. pass@k is the share of prompts with at least
 one sample that scored above `PASS_SCORE`.
 
-Every row names the weight format of the engine, so an 8-bit figure is never shown as the BF16 figure. `changes` puts
-the first and last evaluation of a run side by side, per set, data source and weight format.
+Every row names the weight format of the engine, so an 8-bit figure is never shown as the BF16 figure. `comparable`
+also separates rows by k and number of prompts: pass@4 is never shown beside pass@16, nor 100 prompts beside 200.
+`changes` puts the first and the last of comparable rows side by side.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -111,7 +112,7 @@ FORMAT_LABELS = {"bf16": "BF16", "int8": "INT8 (8-bit engine)", "fp8_channel": "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """First and last evaluation of one set, one data source and one format."""
+    """First and last of `comparable` evaluations, of two different steps."""
 
     before: EvaluationRow
     after: EvaluationRow
@@ -133,11 +134,21 @@ class Change:
         return 100 * (self.after.average - self.before.average)
 
 
-def changes(rows: Iterable[EvaluationRow]) -> Sequence[Change]:
-    """First and last row of each (set, data source, format); whole sets first, BF16 first within a set."""
-    by_key: dict[tuple[str, str, str], list[EvaluationRow]] = {}
+def comparable(rows: Iterable[EvaluationRow]) -> Sequence[Sequence[EvaluationRow]]:
+    """Rows of the same set, data source, format, k and number of prompts, by step.
+
+    Whole sets come first, BF16 first within a set, then smaller k and fewer prompts.
+    """
+    by_key: dict[tuple[str, str, str, int, int], list[EvaluationRow]] = {}
     for row in rows:
-        by_key.setdefault((row.set_name, row.data_source, row.format), []).append(row)
-    ordered = sorted(by_key, key=lambda key: (key[0], key[1] != "all", key[1], key[2] != "bf16", key[2]))
-    by_step = [sorted(by_key[key], key=lambda row: row.step) for key in ordered]
-    return [Change(before=of_key[0], after=of_key[-1]) for of_key in by_step]
+        key = (row.set_name, row.data_source, row.format, row.samples_per_prompt, row.num_prompts)
+        by_key.setdefault(key, []).append(row)
+    ordered = sorted(by_key, key=lambda key: (key[0], key[1] != "all", key[1], key[2] != "bf16", *key[2:]))
+    return [sorted(by_key[key], key=lambda row: row.step) for key in ordered]
+
+
+def changes(rows: Iterable[EvaluationRow]) -> Sequence[Change]:
+    """The first and the last of each `comparable` rows; none of rows of a single step."""
+    return [
+        Change(before=of_key[0], after=of_key[-1]) for of_key in comparable(rows) if of_key[0].step < of_key[-1].step
+    ]

@@ -7,6 +7,7 @@
      |   +- StepLostError    the engine of a deterministic run ended; the step must be taken again
      +- DeadlineError        an answer did not come in time
      +- RewardBrokenError    the reward function fails for every response
+     +- UnusableDeviceError  the packages of a process cannot use the device on which it is placed
      +- PublishRefusedError  engines refused a publish (`megatron_rl.controller.publish_refusal`)
 
 The launcher maps each kind to an exit code (`launcher.endings.kinds`). All kinds can be pickled, so they pass through
@@ -97,6 +98,10 @@ class DeadlineError(PlacedError):
 
 class RewardBrokenError(PlacedError):
     """The reward function fails for every response, or its module cannot be imported."""
+
+
+class UnusableDeviceError(PlacedError):
+    """The packages of a process cannot use the device on which it is placed; the message names the fix."""
 
 
 def brief(error: BaseException) -> str:

@@ -20,7 +20,7 @@ from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
-from launcher.run_dir.wandb import Tracker
+from launcher.run_dir.wandb import Tracked, Tracker
 from megatron_rl.batching.cost_model import CostModel
 from megatron_rl.config import AlgorithmConfig, CheckpointConfig, ParallelConfig
 from megatron_rl.controller.controller import Controller, LoopSettings
@@ -151,7 +151,7 @@ class Fleet:
         steps = self._load.num_steps
         return RunRecorder(
             self._directory,
-            Tracker(None, Path("unused"), -1, ""),
+            Tracker(None, Path("unused"), Tracked()),
             RunProgress(steps, Console(quiet=True)),
             status=StatusFile(run_dir=self._directory.path, num_steps=steps),
             text_actor=self.scorer,

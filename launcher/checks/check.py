@@ -16,16 +16,10 @@ from launcher.checks.engine_arguments import engine_arguments, run_arguments
 from launcher.checks.files import broken_json, prompt_file, sft_file, tokenizer_problems
 from launcher.checks.fit import fit
 from launcher.checks.formats import weight_format_warnings
-from launcher.checks.fp8 import fp8_problems, fp8_warnings
+from launcher.checks.fp8 import fp8_warnings
 from launcher.checks.functions import function_problems
 from launcher.checks.memory import MemoryPlan, allocator_problems, sft_memory, store_warnings
-from launcher.checks.model import (
-    engine_problems,
-    hosted_state_problems,
-    partition_problems,
-    recompute_problems,
-    response_lengths,
-)
+from launcher.checks.model import engine_problems, response_lengths, sft_problems
 from launcher.checks.paths import file_problems, folder_problems, warm_start_target
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import Placement, plan_sft
@@ -62,10 +56,17 @@ class CheckedRun:
     """Sentences for the user about a run that is not refused."""
 
 
-def check_run(config: RunConfig, nodes: Sequence[NodeResources], found: Sequence[str] = ()) -> CheckedRun:
+def check_run(
+    config: RunConfig, nodes: Sequence[NodeResources], found: Sequence[str] = (), *, in_container: bool = False
+) -> CheckedRun:
     """The facts of a run that can be started on `nodes`; raises a `ConfigError` with every problem otherwise.
 
-    `found` are problems that the caller knows: of the environment from which the run starts.
+    Args:
+        config: of the run.
+        nodes: those that it may use.
+        found: problems that the caller knows: of the environment from which the run starts.
+        in_container: whether a container, whose packages are unknown here, replaces this Python. A run of which this
+            process is a part has this Python.
     """
     problems = [*found, *run_combinations(config), *folder_problems("run_dir", config.run_dir)]
     problems += deadline_problems(config.trainer, nodes[0])
@@ -79,7 +80,7 @@ def check_run(config: RunConfig, nodes: Sequence[NodeResources], found: Sequence
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))
-    flash_attention = installed_flash_attention()
+    flash_attention = None if in_container else installed_flash_attention()
     fitted = fit(config, spec, nodes, problems, flash_attention=flash_attention)
     if fitted is not None:
         problems += allocator_problems(fitted.placement.transport, os.environ)
@@ -113,6 +114,8 @@ class CheckedSft:
     nodes: tuple[NodeResources, ...]
     """Nodes that the warm start may use."""
     memory: MemoryPlan
+    warnings: tuple[str, ...]
+    """Sentences for the user about a warm start that is not refused."""
 
 
 def check_sft(config: SftConfig, nodes: Sequence[NodeResources], found: Sequence[str] = ()) -> CheckedSft:
@@ -125,27 +128,20 @@ def check_sft(config: SftConfig, nodes: Sequence[NodeResources], found: Sequence
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))
-    if config.batch_size % config.trainer.parallel.data:
-        problems.append(
-            f"`batch_size` = {config.batch_size} is not divisible by `trainer.parallel.data` = "
-            f"{config.trainer.parallel.data}"
-        )
-    if config.data.max_tokens > spec.max_positions:
-        problems.append(
-            f"`data.max_tokens` = {config.data.max_tokens}, but the model has {spec.max_positions} positions; lower it"
-        )
+    problems += sft_problems(config, spec, node)
     kept = {"data.path": config.data.path, "log_path": config.log_path}
     problems += warm_start_target(config.output_dir, config.model, kept) + file_problems("log_path", config.log_path)
     problems += schedule_problems(config.trainer.optimizer, "trainer.optimizer")
-    problems += partition_problems(spec, config.trainer.parallel, node)
-    problems += fp8_problems(spec, config.trainer, node) + recompute_problems(spec, config.trainer)
-    problems += hosted_state_problems(config.trainer, node)
     problems += deadline_problems(config.trainer, node)
-    memory = sft_memory(config, spec, node)
+    flash_attention = installed_flash_attention()
+    memory = sft_memory(config, spec, node, flash_attention=flash_attention)
     problems += memory.problems()
     _raise_any(problems)
     ranks = plan_sft(config.trainer, nodes)
-    return CheckedSft(config=config, spec=spec, ranks=ranks, nodes=tuple(nodes), memory=memory)
+    warnings = attention_warnings(config.trainer, node, flash_attention=flash_attention)
+    return CheckedSft(
+        config=config, spec=spec, ranks=ranks, nodes=tuple(nodes), memory=memory, warnings=tuple(warnings)
+    )
 
 
 def check_eval(config: EvalConfig, found: Sequence[str] = ()) -> None:

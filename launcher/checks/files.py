@@ -43,8 +43,12 @@ def sft_file(key: str, path: str) -> list[str]:
 
 
 def _file(key: str, path: str) -> str:
-    """Problem of the file itself; empty if it can be read."""
-    if not Path(path).is_file():
+    """Problem of the path itself; empty if a file of a known kind is there."""
+    try:
+        is_file = Path(path).is_file()
+    except OSError as error:
+        return f"`{key}` = {path}: cannot be read ({error.strerror}); make it readable, or name another file"
+    if not is_file:
         return f"`{key}` = {path}: no such file (started in {Path.cwd()})"
     if Path(path).suffix not in KINDS:
         return f"`{key}` = {path}: {Path(path).suffix or 'no suffix'} is not supported; needs {' or '.join(KINDS)}"

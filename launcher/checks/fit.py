@@ -35,11 +35,11 @@ def fit(
     nodes: Sequence[NodeResources],
     problems: list[str],
     *,
-    flash_attention: str = "",
+    flash_attention: str | None = "",
 ) -> Fit | None:
     """Places and memory of a run; None if it cannot be placed. Reasons are added to `problems`.
 
-    `flash_attention` is the version of the package `flash-attn` on the nodes; empty without it.
+    `flash_attention` is the version of the package `flash-attn` on the nodes; empty without it, None if unknown.
     """
     problems += [*cache_problems(config, nodes[0]), *model_problems(config, spec, nodes[0])]
     if partition_problems(spec, config.trainer.parallel, nodes[0]):

@@ -3,6 +3,7 @@
 from collections.abc import Set as AbstractSet
 from pathlib import Path
 
+from launcher.checks.model import recompute_problems
 from launcher.config.schema import RunConfig
 from megatron_rl.config import CriticConfig, ReferenceConfig
 from megatron_rl.memory import FurtherSpecs
@@ -61,5 +62,8 @@ def critic_problems(config: RunConfig, critic: ModelSpec, policy: ModelSpec) -> 
     try:
         check_parallel(critic, config.trainer.parallel)
     except ValueError as error:
-        problems.append(f"`trainer.critic.model`: {error}")
+        return [*problems, f"`trainer.critic.model`: {error}"]
+    if config.trainer.recompute == "full":
+        found = recompute_problems(critic, config.trainer, beside=[policy])
+        problems += [f"`trainer.critic.model`: {problem}" for problem in found]
     return problems

@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from launcher.checks.memory_changes import changes_of, conflicts
+from launcher.checks.memory_changes import changes_of, conflicts, sft_changes_of, sft_conflicts
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import Placement, plan
 from launcher.cluster.weight_route import Transport
@@ -160,11 +160,20 @@ def _effects(
     return tuple(sorted(changes, key=lambda change: (-change.freed_bytes, change.key)))
 
 
-def sft_memory(config: SftConfig, spec: ModelSpec, node: NodeResources) -> MemoryPlan:
-    """The plan of a supervised warm start."""
-    tables = sft_tables(config, spec, node)
-    shortages = tuple(Shortage(table=table, changes=()) for table in tables if not table.fits)
-    return MemoryPlan(tables=tables, shortages=shortages)
+def sft_memory(config: SftConfig, spec: ModelSpec, node: NodeResources, *, flash_attention: str = "") -> MemoryPlan:
+    """The plan of a supervised warm start; `flash_attention` as in `sft_tables`."""
+    tables = sft_tables(config, spec, node, flash_attention=flash_attention)
+    lacking = [table for table in tables if not table.fits]
+    known = sft_conflicts(config, spec, node)
+    changed = {
+        (change.key, change.value): sft_tables(change.config, spec, node, flash_attention=flash_attention)
+        for change in (sft_changes_of(config) if lacking else ())
+        if sft_conflicts(change.config, spec, node) <= known
+    }
+    return MemoryPlan(
+        tables=tables,
+        shortages=tuple(Shortage(table=table, changes=_effects(table, tables, changed)) for table in lacking),
+    )
 
 
 def allocator_problems(transport: Transport, environment: Mapping[str, str]) -> list[str]:

@@ -7,12 +7,15 @@ frees anything, and how much, is computed from the tables of the changed run (`l
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from launcher.checks.combinations import run_combinations
-from launcher.checks.model import model_problems
+from launcher.checks.model import model_problems, sft_problems
 from launcher.cluster.node import NodeResources
-from launcher.config.schema import RunConfig
+from launcher.config.schema import RunConfig, SftConfig
 from megatron_rl.model.spec import ModelSpec
+
+AnyConfig = TypeVar("AnyConfig", RunConfig, SftConfig)
 
 _HALVED = (
     "engine.kv_cache_bytes",
@@ -40,37 +43,44 @@ _SWITCHED: dict[str, tuple[str | int | bool, ...]] = {
     "history.drafts": (False,),
 }
 """Other values of keys."""
+_SFT_HALVED = (
+    "trainer.max_micro_batch_tokens",
+    "trainer.logprob_chunk_tokens",
+    "data.max_tokens",
+    "cluster.object_store_bytes",
+)
+"""Sizes of a warm start that may be halved."""
+_SFT_SWITCHED = ("trainer.optimizer.distributed", "trainer.optimizer.states_on_host", "trainer.recompute")
+"""Keys of `_SWITCHED` that a warm start has."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangedConfig:
+class ChangedConfig(Generic[AnyConfig]):
     """A configuration with one key changed, or with a partition that has the same number of ranks."""
 
     key: str
     value: str
-    config: RunConfig
+    config: AnyConfig
 
 
-def changes_of(config: RunConfig) -> Iterator[ChangedConfig]:
+def changes_of(config: RunConfig) -> Iterator[ChangedConfig[RunConfig]]:
     """Changes of keys that have another value now; they may conflict with other keys."""
-    for key in _HALVED:
-        value = _value(config, key)
-        if isinstance(value, int) and value > 1:
-            yield _change(config, key, value // 2)
-    for key, values in _SWITCHED.items():
-        present = _value(config, key)
-        for other in values:
-            if other != present and not (key == "engine.format" and present != "bf16"):
-                yield _change(config, key, other)
+    yield from _changes(config, _HALVED, tuple(_SWITCHED))
     turns = _updated(_updated(config, "trainer.offload", "all"), "engine.sleep_level", 2)
     if turns != config:
         yield ChangedConfig(key="engine.sleep_level", value="2 with trainer.offload = all", config=turns)
-    for optimizer in ("trainer.optimizer", "trainer.critic.optimizer"):
-        if not _value(config, f"{optimizer}.distributed") and not _value(config, f"{optimizer}.states_on_host"):
-            hosted = _updated(_updated(config, f"{optimizer}.distributed", True), f"{optimizer}.states_on_host", True)
-            yield ChangedConfig(key=f"{optimizer}.states_on_host", value="true with distributed = true", config=hosted)
+    yield from _hosted(config, "trainer.critic.optimizer")
     yield _change(config, "engine.tensor_parallel", 2 * config.engine.tensor_parallel)
-    yield from _partitions(config)
+
+
+def sft_changes_of(config: SftConfig) -> Iterator[ChangedConfig[SftConfig]]:
+    """As `changes_of`, for a warm start."""
+    yield from _changes(config, _SFT_HALVED, _SFT_SWITCHED)
+
+
+def sft_conflicts(config: SftConfig, spec: ModelSpec, node: NodeResources) -> set[str]:
+    """Problems that other checks find in the configuration of a warm start."""
+    return set(sft_problems(config, spec, node))
 
 
 def conflicts(config: RunConfig, spec: ModelSpec, node: NodeResources) -> set[str]:
@@ -78,7 +88,31 @@ def conflicts(config: RunConfig, spec: ModelSpec, node: NodeResources) -> set[st
     return {*run_combinations(config), *model_problems(config, spec, node)}
 
 
-def _partitions(config: RunConfig) -> Iterator[ChangedConfig]:
+def _changes(
+    config: AnyConfig, halved: tuple[str, ...], switched: tuple[str, ...]
+) -> Iterator[ChangedConfig[AnyConfig]]:
+    """Halves of sizes, other values of keys, states in host memory, and other partitions."""
+    for key in halved:
+        value = _value(config, key)
+        if isinstance(value, int) and value > 1:
+            yield _change(config, key, value // 2)
+    for key in switched:
+        present = _value(config, key)
+        for other in _SWITCHED[key]:
+            if other != present and not (key == "engine.format" and present != "bf16"):
+                yield _change(config, key, other)
+    yield from _hosted(config, "trainer.optimizer")
+    yield from _partitions(config)
+
+
+def _hosted(config: AnyConfig, optimizer: str) -> Iterator[ChangedConfig[AnyConfig]]:
+    """States of this optimizer in host memory, with the layout that they need."""
+    if not _value(config, f"{optimizer}.distributed") and not _value(config, f"{optimizer}.states_on_host"):
+        hosted = _updated(_updated(config, f"{optimizer}.distributed", True), f"{optimizer}.states_on_host", True)
+        yield ChangedConfig(key=f"{optimizer}.states_on_host", value="true with distributed = true", config=hosted)
+
+
+def _partitions(config: AnyConfig) -> Iterator[ChangedConfig[AnyConfig]]:
     """Twice the tensor, pipeline or expert size, with as many ranks as before; and half of the replicas."""
     parallel = config.trainer.parallel
     if parallel.data % 2 == 0:
@@ -93,19 +127,19 @@ def _partitions(config: RunConfig) -> Iterator[ChangedConfig]:
     yield _change(config, "trainer.parallel.expert", 2 * parallel.expert)
 
 
-def _change(config: RunConfig, key: str, value: str | int | bool) -> ChangedConfig:
+def _change(config: AnyConfig, key: str, value: str | int | bool) -> ChangedConfig[AnyConfig]:
     text = str(value).lower() if isinstance(value, bool) else str(value)
     return ChangedConfig(key=key, value=text, config=_updated(config, key, value))
 
 
-def _value(config: RunConfig, key: str) -> object:
+def _value(config: RunConfig | SftConfig, key: str) -> object:
     value: object = config
     for name in key.split("."):
         value = getattr(value, name)
     return value
 
 
-def _updated(config: RunConfig, key: str, value: object) -> RunConfig:
+def _updated(config: AnyConfig, key: str, value: object) -> AnyConfig:
     """A copy with the value at a dotted key."""
     *parents, last = key.split(".")
     holders = [config]
@@ -113,5 +147,5 @@ def _updated(config: RunConfig, key: str, value: object) -> RunConfig:
         holders.append(getattr(holders[-1], name))
     for name, holder in zip([*parents, last][::-1], holders[::-1], strict=True):
         value = holder.model_copy(update={name: value})
-    assert isinstance(value, RunConfig)
+    assert isinstance(value, type(config))
     return value

@@ -1,12 +1,12 @@
 """Problems of a configuration with its model, judged from the model's `config.json` and the kind of node. Pure."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from launcher.checks.formats import kv_format_problems, weight_format_problems
 from launcher.checks.fp8 import fp8_problems
 from launcher.cluster.node import NodeResources
-from launcher.config.schema import RunConfig
+from launcher.config.schema import RunConfig, SftConfig
 from megatron_rl.activations import recomputation
 from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.memory import kv_bytes_per_token
@@ -37,6 +37,27 @@ def model_problems(
         *fp8_problems(spec, config.trainer, node),
         *recompute_problems(spec, config.trainer),
         *_device_phases(config, node),
+        *hosted_state_problems(config.trainer, node),
+    ]
+
+
+def sft_problems(config: SftConfig, spec: ModelSpec, node: NodeResources) -> list[str]:
+    """Problems of a warm start with its model; `node` says which devices there are."""
+    problems = []
+    if config.batch_size % config.trainer.parallel.data:
+        problems.append(
+            f"`batch_size` = {config.batch_size} is not divisible by `trainer.parallel.data` = "
+            f"{config.trainer.parallel.data}"
+        )
+    if config.data.max_tokens > spec.max_positions:
+        problems.append(
+            f"`data.max_tokens` = {config.data.max_tokens}, but the model has {spec.max_positions} positions; lower it"
+        )
+    return [
+        *problems,
+        *partition_problems(spec, config.trainer.parallel, node),
+        *fp8_problems(spec, config.trainer, node),
+        *recompute_problems(spec, config.trainer),
         *hosted_state_problems(config.trainer, node),
     ]
 
@@ -93,21 +114,26 @@ def response_lengths(sets: Mapping[str, EvalSetConfig], key: str) -> dict[str, i
     return {f"{key}.{name}.max_response_tokens": config.max_response_tokens for name, config in sets.items()}
 
 
-def recompute_problems(spec: ModelSpec, trainer: TrainerConfig) -> list[str]:
-    """Problems of `recompute_num_layers` of `trainer.megatron`, with which Megatron's first forward would fail."""
+def recompute_problems(spec: ModelSpec, trainer: TrainerConfig, *, beside: Sequence[ModelSpec] = ()) -> list[str]:
+    """Problems of `recompute_num_layers` of `trainer.megatron`, with which Megatron's first forward would fail.
+
+    The fix that they name also suits the models `beside`, which have the same keys.
+    """
     if trainer.recompute == "selective" and "recompute_num_layers" in trainer.megatron:
         return [
             f"`trainer.megatron` sets recompute_num_layers = {trainer.megatron['recompute_num_layers']}, and "
             "`trainer.recompute` = selective recomputes no layers; set recompute to full, or remove the field"
         ]
     method, size = recomputation(trainer)
-    stages = {len(stage) for stage in stage_layers(spec.num_layers, trainer.parallel.pipeline)}
+    stages, *others = (
+        {len(stage) for stage in stage_layers(each.num_layers, trainer.parallel.pipeline)} for each in (spec, *beside)
+    )
     if trainer.recompute != "full" or method != "uniform" or not any(layers % size for layers in stages):
         return []
     return [
         f"`trainer.megatron` sets recompute_num_layers = {size}, which does not divide the "
-        f"{' and '.join(map(str, sorted(stages)))} layers of the pipeline stages; {math.gcd(*stages)} and its divisors "
-        "do, and any number with recompute_method = block"
+        f"{' and '.join(map(str, sorted(stages)))} layers of the pipeline stages; {math.gcd(*stages.union(*others))} "
+        "and its divisors do, and any number with recompute_method = block"
     ]
 
 

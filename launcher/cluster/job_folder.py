@@ -16,7 +16,8 @@
     code         exit code of the run
     requeue      the job goes back into the queue
 
-Beside it, `slurm/starts.jsonl` has a row for each start of the run.
+Beside it, `slurm/starts.jsonl` has a row for each start of the run, and `slurm/submission-DIGEST/` what the jobs of one
+submission read.
 """
 
 import json
@@ -52,9 +53,11 @@ class JobFolder:
     """The folder of one start of a job."""
 
     path: Path
+    config: Path
+    """The configuration of the job. The versions of the packages lie beside it, unless a container brings its own."""
 
     @classmethod
-    def of_this_job(cls) -> "JobFolder":
+    def of_this_job(cls, config: Path) -> "JobFolder":
         """The folder of the job that this process belongs to.
 
         Raises:
@@ -65,7 +68,7 @@ class JobFolder:
             raise RuntimeError(
                 f"{VARIABLE} is not set: this command is started by the batch script of `megatron-rl slurm`"
             )
-        return cls(path=Path(folder))
+        return cls(path=Path(folder), config=config)
 
     @property
     def run_dir(self) -> Path:

@@ -28,7 +28,7 @@ class Submission:
 
     run_dir: Path
     config: Path
-    """The resolved configuration, saved in the run directory."""
+    """The resolved configuration, saved in a folder of the run directory that no other submission changes."""
     work_dir: Path
     """Directory of the command; relative paths of the configuration are relative to it."""
     python: str

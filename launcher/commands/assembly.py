@@ -122,7 +122,8 @@ def execute(
     inputs = read_inputs(checked, running, resume, run_id, progress)
     status.phase("engines and trainer", "start")
     # before the minutes of their start, because wandb's server may refuse the key
-    tracker = Tracker.start(config.wandb, directory.path, config.model_dump(mode="json"), say=progress.say)
+    settings = config.model_dump(mode="json")
+    tracker = Tracker.start(config.wandb, directory.path, settings, first_step=resume.first_step, say=progress.say)
     with _tracked(tracker, shown):
         workers = start_workers(checked, running, resume, run_id, progress)
         note_begin()

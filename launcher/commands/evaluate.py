@@ -7,6 +7,7 @@ measure them without the error of 8-bit weights.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from launcher.endings.conclusion import logs_beside
 from launcher.errors import judging_user_input
 from launcher.run_dir.console import RunProgress
 from megatron_rl.model.spec import read_model_spec
-from rollout.config import EngineConfig
+from rollout.config import EngineConfig, EvalSetConfig
 from rollout.data.tokenizer import TokenizerSource
 from rollout.engine.spec import EngineSpec
 from rollout.evaluation import EvaluationRow
@@ -34,6 +35,16 @@ from rollout.types import Prompt
 
 EvaluationPrompts = dict[str, tuple[Prompt, ...]]
 """Prompts of each evaluation set, by its name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """Weights of a run that are to be evaluated."""
+
+    directory: str
+    """A Hugging Face directory."""
+    sets: Mapping[str, EvalSetConfig]
+    """Evaluation sets by name, one at least."""
 
 
 def evaluation_of(config: RunConfig, model: str, engine: EngineConfig) -> EvalConfig:
@@ -52,16 +63,20 @@ def evaluation_of(config: RunConfig, model: str, engine: EngineConfig) -> EvalCo
 
 
 def evaluate_directories(
-    config: RunConfig, models: Mapping[int, str], running: Processes, progress: RunProgress, check: Callable[[], None]
+    config: RunConfig,
+    models: Mapping[int, Weights],
+    running: Processes,
+    progress: RunProgress,
+    check: Callable[[], None],
 ) -> Iterator[list[EvaluationRow]]:
-    """Evaluate one directory after another, and yield the rows of each.
+    """Evaluate one directory after another on its own sets, and yield the rows of each.
 
     All directories have the run's tokenizer and prompts, which load while the first engines start. On CPUs the next
     directory's engines start during an evaluation; the memory of a GPU holds the engines of one directory only.
 
     Args:
         config: of the run.
-        models: directory of the weights after each number of finished steps.
+        models: weights after each number of finished steps.
         running: starts the processes; if this function is left early, their end is left to it.
         progress: console.
         check: called before each directory, and whenever a prompt is scored; leaves the evaluation if it raises.
@@ -72,7 +87,11 @@ def evaluate_directories(
             f"the engines of the BF16 evaluation have a KV cache of {engine.kv_cache_bytes / 2**30:.1f} GiB instead of "
             f"{config.engine.kv_cache_bytes / 2**30:.1f}, because BF16 weights are larger"
         )
-    evaluations = {step: evaluation_of(config, model, engine) for step, model in models.items()}
+    every_set = evaluation_of(config, config.model, engine)
+    evaluations = {
+        step: every_set.model_copy(update={"model": weights.directory, "sets": dict(weights.sets)})
+        for step, weights in models.items()
+    }
     at_once = 1 if any(node.gpu_bytes for node in running.nodes) else 2
     started: dict[int, StartingEngines] = {}
     text: TextProcesses | None = None
@@ -89,7 +108,7 @@ def evaluate_directories(
             if ahead not in started:
                 started[ahead] = _begin_engines(evaluations[ahead], running)
             if text is None:  # before the second directory's engines take the cores
-                text, prompts = _load_prompts(evaluation, running)
+                text, prompts = _load_prompts(every_set, running)
         assert text is not None
         rows = _evaluate(evaluation, started[step], text.scorers, prompts, on_progress, step=step)
         running.end(started[step][0].actors)

@@ -48,10 +48,10 @@ def ladder_of(checked: CheckedRun, say: Callable[[str], None]) -> tuple[Action, 
 
 
 def guarded(checked: CheckedRun, actions: Sequence[Action], state: GuardState) -> CheckedRun:
-    """The run with the engines of the guard's level."""
+    """The run with the engines of the guard's level on its ladder `actions`."""
     if checked.config.algorithm.guard.mode != "act":
         return checked
-    config = engines_of(checked.config, in_force(actions, state.in_mode("act")))
+    config = engines_of(checked.config, in_force(actions, state.in_mode("act").on_ladder(actions)))
     return checked if config is checked.config else check_run(config, checked.nodes)
 
 

@@ -91,7 +91,7 @@ def reduce(config: RunConfig, folder: JobFolder) -> int:
 
 
 def _needs(config: RunConfig, folder: JobFolder) -> NodeNeeds:
-    listed = folder.path.parent / PACKAGES  # absent where a container brings its own packages
+    listed = folder.config.parent / PACKAGES  # absent where a container brings its own packages
     versions = {name: str(version) for name, version in _read(listed).items()} if listed.exists() else {}
     return node_needs(config, versions)
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from launcher.errors import RunDirectoryError
+from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.lost_work import LostWork, lost_work
 from launcher.run_dir.saves import HISTORY, LENGTHS, read_state
@@ -46,8 +47,8 @@ def resume_point(directory: RunDirectory) -> ResumePoint:
         order, guard = state["prompt_order"], GuardState.from_json(state.get("guard"))
     except (OSError, ValueError, KeyError) as error:
         raise RunDirectoryError(
-            f"checkpoint {folder} has no readable state ({type(error).__name__}: {error}); remove that folder and "
-            "`latest` beside it to resume from the one before"
+            f"checkpoint {folder} has no readable state ({type(error).__name__}: {error}); "
+            + Checkpoints(folder.parent).instead_of(step)
         ) from error
     assert isinstance(order, dict)
     return ResumePoint(

@@ -15,7 +15,7 @@ from launcher.cluster.node import describe
 from launcher.cluster.processes import Processes, processes
 from launcher.commands.assembly import Shown, execute
 from launcher.commands.build import run_places
-from launcher.commands.evaluate import evaluate_directories
+from launcher.commands.evaluate import Weights, evaluate_directories
 from launcher.commands.export import start_policy
 from launcher.commands.guarding import guarded, ladder_of
 from launcher.commands.resume_point import ResumePoint, resume_point
@@ -27,7 +27,7 @@ from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.exported import POLICY, exported_step, forget_policy, replace_policy
 from launcher.run_dir.places import write_places
-from launcher.run_dir.resume import changed_keys, check_first_model
+from launcher.run_dir.resume import changed_keys, changes_since_last_start, check_first_model
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import StopWatch, answer_request
 from megatron_rl.algorithm.guard import Action
@@ -48,7 +48,7 @@ def run(checked: CheckedRun) -> None:
     with RunDirectory(config.run_dir) as directory:
         # before `resume_point`, which moves records
         resumes = directory.latest_checkpoint() is not None
-        changes = changed_keys(directory.path, config) if resumes else []
+        changes = (changed_keys if resumes else changes_since_last_start)(directory.path, config)
         check_first_model(directory.path, Path(config.model), resumes=resumes)
         resume = resume_point(directory)
         directory.write_config(resolved_yaml(config))
@@ -163,19 +163,29 @@ def _export_last(
 def _evaluate_ends(
     config: RunConfig, directory: RunDirectory, progress: RunProgress, running: Processes, last: int
 ) -> None:
-    """Evaluate the weights before the first step and those of `policy/`, of step `last`, in BF16 engines, once.
+    """Evaluate the weights before the first step and those of `policy/`, of step `last`, in BF16 engines.
+
+    A set that has rows of these weights with its k is not evaluated again.
 
     Raises:
         StopRequestedError: the run was asked to stop; rows of evaluations that have ended are written.
     """
-    recorded = {(row["format"], row["step"]) for row in directory.evaluation()}
-    models = {0: config.model, last: str(directory.path / POLICY)}
-    missing = {step: model for step, model in models.items() if ("bf16", step) not in recorded}
+    rows = [EvaluationRow.from_row(row) for row in directory.evaluation()]
+    recorded = {(row.step, row.set_name, row.samples_per_prompt) for row in rows if row.format == "bf16"}
+    missing: dict[int, Weights] = {}
+    for step, model in {0: config.model, last: str(directory.path / POLICY)}.items():
+        sets = {
+            name: each
+            for name, each in config.evaluation.sets.items()
+            if (step, name, each.samples_per_prompt) not in recorded
+        }
+        if sets:
+            missing[step] = Weights(directory=model, sets=sets)
     stop_requested = StopWatch(run_dir=directory.path)
 
     def check() -> None:
         if stop_requested():
             raise StopRequestedError(last)
 
-    for rows in evaluate_directories(config, missing, running, progress, check):
-        directory.append_evaluation([row.as_row() for row in rows])
+    for evaluated in evaluate_directories(config, missing, running, progress, check):
+        directory.append_evaluation([row.as_row() for row in evaluated])

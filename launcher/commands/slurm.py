@@ -1,15 +1,17 @@
 """`megatron-rl slurm`: renders the batch script of a run and submits it.
 
-The run directory receives the files of the job: the resolved configuration, so that later edits of CONFIG do not reach
-a waiting job, the script, and the versions of this machine's packages, with which the nodes are compared.
+The run directory receives the files of the job: the script, the resolved configuration, and the versions of this
+machine's packages, with which the nodes are compared. A job reads the last two at each of its starts. They lie in a
+folder that is named after their content, so neither later edits of CONFIG nor another submission reach a waiting job.
 """
 
+import hashlib
 import json
 import shutil
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from launcher.checks.check import CheckedRun
@@ -74,13 +76,25 @@ def prepare(config: RunConfig) -> tuple[Submission, str]:
     )
     submission = Submission(
         run_dir=run_dir,
-        config=run_dir / FOLDER / CONFIG,
+        config=run_dir / FOLDER / f"submission-{_digest(_inputs(config))}" / CONFIG,
         work_dir=Path.cwd(),
         python=sys.executable,
         stop_before_s=notice_s,
         environment=config.reward.environment,
     )
     return submission, render(slurm, submission)
+
+
+def _inputs(config: RunConfig) -> dict[str, str]:
+    """Texts of the files that a job reads, by name. A container brings packages of its own."""
+    texts = {CONFIG: resolved_yaml(config)}
+    if config.cluster.slurm.container.kind == "none":
+        texts[PACKAGES] = json.dumps(package_versions()) + "\n"
+    return texts
+
+
+def _digest(texts: Mapping[str, str]) -> str:
+    return hashlib.blake2b(json.dumps(texts).encode(), digest_size=6).hexdigest()
 
 
 def recorded_times(run_dir: Path) -> RecordedTimes:
@@ -120,10 +134,9 @@ def submit(config: RunConfig, submission: Submission, script: str) -> list[str]:
         LaunchError: there is no sbatch, or it refuses the script; its own words are in the message.
         ConfigError: the job has GPUs, and the packages of this environment, which the job takes, are for CPUs.
     """
-    versions = package_versions()
     slurm = config.cluster.slurm
     gpus = f"`cluster.slurm.gpus_per_node` = {slurm.gpus_per_node}"
-    problems = cpu_package_problems(gpus, versions, "name a container (`cluster.slurm.container`)")
+    problems = cpu_package_problems(gpus, package_versions(), "name a container (`cluster.slurm.container`)")
     if slurm.gpus_per_node and slurm.container.kind == "none" and problems:
         raise ConfigError(problems[0])
     sbatch = shutil.which("sbatch")
@@ -132,14 +145,11 @@ def submit(config: RunConfig, submission: Submission, script: str) -> list[str]:
             "sbatch is not on PATH: submit from a login node of the cluster, or print the script: --dry-run"
         )
     folder = submission.run_dir / FOLDER
-    for needed in (folder, submission.run_dir / "logs"):
+    for needed in (submission.config.parent, submission.run_dir / "logs"):
         needed.mkdir(parents=True, exist_ok=True)
-    replace_text(folder / CONFIG, resolved_yaml(config))
-    replace_text(folder / SCRIPT, script)
-    if config.cluster.slurm.container.kind == "none":
-        replace_text(folder / PACKAGES, json.dumps(versions) + "\n")
-    else:
-        (folder / PACKAGES).unlink(missing_ok=True)
+    for name, text in _inputs(config).items():
+        replace_text(submission.config.parent / name, text)
+    replace_text(folder / SCRIPT, script)  # SLURM copies it
     job = _sbatch([sbatch, "--parsable", str(folder / SCRIPT)])
     return [f"job {job}", f"log: {str(submission.log).replace('%j', job)}"]
 

@@ -29,7 +29,6 @@ from launcher.cluster.ray_node import RayNode, run_ray, topology_labels
 from launcher.commands.job_checks import check, choose, reduce
 from launcher.commands.job_state import job_id, node_name, saved_step, say, starts
 from launcher.commands.requeue import decide
-from launcher.commands.slurm import CONFIG
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
@@ -56,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("config")
     arguments = parser.parse_args(argv)
     config = load(RunConfig, arguments.config)
-    folder = JobFolder.of_this_job()
+    folder = JobFolder.of_this_job(Path(arguments.config))
     try:
         return PARTS[arguments.part](config, folder)
     except (ValueError, DeadlineError) as error:  # what a person can mend; anything else shows its traceback
@@ -110,7 +109,7 @@ def drive(config: RunConfig, folder: JobFolder) -> int:
 
 
 def _run(folder: JobFolder, head: Head, *, first_step: int) -> int:
-    line = [sys.executable, "-m", "launcher", "run", str(folder.path.parent / CONFIG)]
+    line = [sys.executable, "-m", "launcher", "run", str(folder.config)]
     run = subprocess.Popen(line, env=os.environ | {"RAY_ADDRESS": f"{head.address}:{head.port}"})
     told_s: float | None = None
     start = StartPhases(phases=read_phases(folder.phases))

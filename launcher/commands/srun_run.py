@@ -15,6 +15,7 @@ from pathlib import Path
 
 from launcher.checks.check import check_run
 from launcher.checks.expected_nodes import expected_nodes
+from launcher.checks.health.cpu_packages import gpu_problems
 from launcher.checks.health.reward_environment import unset_problems
 from launcher.checks.health.wandb import run_problems
 from launcher.cluster.job_folder import VARIABLE, JobFolder
@@ -43,7 +44,8 @@ def run_as_task(config: RunConfig) -> int:
     """
     step = SlurmStep.of_this_process(node_name())
     config = _config_of_step(config, step)
-    folder = JobFolder(path=Path(config.run_dir) / FOLDER / step.name)
+    path = Path(config.run_dir) / FOLDER / step.name
+    folder = JobFolder(path=path, config=path / CONFIG)
     os.environ |= {
         VARIABLE: str(folder.path),
         "RAY_AUTH_MODE": "token",
@@ -81,8 +83,10 @@ def _config_of_step(config: RunConfig, step: SlurmStep) -> RunConfig:
 
 
 def _first(config: RunConfig, folder: JobFolder, step: SlurmStep) -> int:
-    nodes = expected_nodes(config.cluster.slurm, node_resources())
-    checked = check_run(config, nodes, [*run_problems(config.wandb), *unset_problems(config.reward)])
+    here = node_resources()
+    found = [*run_problems(config.wandb), *unset_problems(config.reward)]
+    found += gpu_problems(len(here.gpu_bytes), package_versions())
+    checked = check_run(config, expected_nodes(config.cluster.slurm, here), found)
     for warning in checked.warnings:
         say(f"warning: {warning}")
     _write_files(config, folder, step)
@@ -91,7 +95,7 @@ def _first(config: RunConfig, folder: JobFolder, step: SlurmStep) -> int:
     if code := choose(config, folder):
         return code
     reduce(config, folder)
-    line = [sys.executable, "-m", "launcher.commands.slurm_job", "node", str(folder.path.parent / CONFIG)]
+    line = [sys.executable, "-m", "launcher.commands.slurm_job", "node", str(folder.config)]
     ray = subprocess.Popen(line)
     try:
         return drive(config, folder)
@@ -118,8 +122,8 @@ def _write_files(config: RunConfig, folder: JobFolder, step: SlurmStep) -> None:
     token = os.open(folder.path / "token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with os.fdopen(token, "w") as file:
         file.write(secrets.token_hex(32))
-    replace_text(folder.path.parent / CONFIG, resolved_yaml(config))
-    replace_text(folder.path.parent / PACKAGES, json.dumps(package_versions()) + "\n")
+    replace_text(folder.config, resolved_yaml(config))
+    replace_text(folder.config.parent / PACKAGES, json.dumps(package_versions()) + "\n")
     replace_text(folder.path / "allocated", "".join(f"{name}\n" for name in step.nodes))
 
 

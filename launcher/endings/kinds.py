@@ -23,6 +23,7 @@ from rollout.failures import (
     PlacedError,
     ProcessLostError,
     RewardBrokenError,
+    UnusableDeviceError,
     brief,
     node_of,
 )
@@ -93,6 +94,11 @@ class Ending(Enum):
         "a process was lost",
         "Read the log of that process. A person or the machine's out-of-memory killer may have killed it "
         "(`dmesg | grep -i oom`).",
+    )
+    NOT_PERMITTED = (
+        10,
+        "the rights to a file are missing",
+        "Give this user the rights to the file and its folders (`namei -l FILE` shows them), or name another path.",
     )
     STOPPED = (75, "stopped on request", "")
     DEFECT = (
@@ -191,9 +197,12 @@ def _is_named(error: BaseException, names: set[str]) -> bool:
 def _is_disk(error: BaseException) -> bool:
     if isinstance(error, OSError) and error.errno in _DISK_NUMBERS:
         return True
-    if isinstance(error, OSError) and error.errno in _NOT_PERMITTED and error.filename:  # no signal, no port
-        return True
     return _is_named(error, {"OutOfDiskError"}) or any(text in str(error) for text in _DISK_TEXTS)
+
+
+def _is_not_permitted(error: BaseException) -> bool:
+    # a signal or a port has no file name
+    return isinstance(error, OSError) and error.errno in _NOT_PERMITTED and bool(error.filename)
 
 
 def _is_memory(error: BaseException) -> bool:
@@ -219,8 +228,9 @@ _JUDGES: dict[Ending, Callable[[BaseException], bool]] = {
     Ending.TERMINATED: lambda error: isinstance(error, Terminated),
     Ending.INTERRUPTED: lambda error: isinstance(error, KeyboardInterrupt),
     Ending.STOPPED: lambda error: isinstance(error, StopRequestedError),
-    Ending.USER_INPUT: lambda error: isinstance(error, LaunchError),
+    Ending.USER_INPUT: lambda error: isinstance(error, (LaunchError, UnusableDeviceError)),
     Ending.UNWRITABLE: _is_disk,
+    Ending.NOT_PERMITTED: _is_not_permitted,
     Ending.OUT_OF_MEMORY: _is_memory,
     Ending.REWARD_BROKEN: lambda error: isinstance(error, RewardBrokenError),
     Ending.ENGINES_LOST: lambda error: isinstance(error, EnginesLostError),

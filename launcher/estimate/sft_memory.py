@@ -23,9 +23,11 @@ from megatron_rl.memory import TRAINER_PROCESS_BYTES, MemoryItem, num_parameters
 from megatron_rl.model.spec import ModelSpec
 
 
-def sft_tables(config: SftConfig, spec: ModelSpec, node: NodeResources) -> tuple[MemoryTable, ...]:
-    """The tables of a warm start on nodes like `node`."""
-    kernels = trainer_kernels(config.trainer, node)
+def sft_tables(
+    config: SftConfig, spec: ModelSpec, node: NodeResources, *, flash_attention: str = ""
+) -> tuple[MemoryTable, ...]:
+    """The tables of a warm start on nodes like `node`, with this version of `flash-attn`; empty without it."""
+    kernels = trainer_kernels(config.trainer, node, flash_attention=flash_attention)
     items = trainer_rank(spec, config.trainer, longest_sample=config.data.max_tokens, kernels=kernels)
     if not node.gpu_bytes:
         return (_cpu_table(config.trainer, items, node),)

@@ -1,6 +1,7 @@
 """`timeline.json`: a run in the Chrome trace event format, which ui.perfetto.dev and chrome://tracing open.
 
-Each engine has a row with its work and its waits, and a counter of running requests. Further rows: trainer, publisher,
+Each engine has a row with its work and its waits, and a counter of running requests. It waits in those starts of the
+run only in which it also works: other starts may have had fewer engines. Further rows: trainer, publisher,
 the controller's wait for responses, checkpoints and evaluations, steps. Consecutive forwards form one slice, and of a
 long run only the newest steps are written, so that a browser can open the file of a run of days.
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from launcher.report.lanes import Floats
 from launcher.report.run_timeline import RunTimeline
 from launcher.run_dir.atomic_files import replace_text
 from rollout.tracing.forwards import Forwards
@@ -58,17 +60,19 @@ def chrome_trace(run: RunTimeline) -> Event:
     if run.bounds_s is None:
         raise ValueError("the run recorded neither spans nor forwards, so it has no timeline")
     origin_s, end_s = run.bounds_s
-    rows: dict[str, int] = {f"engine {number}": number for number in range(len(run.forwards))}
+    rows: dict[str, int] = {f"engine {number}": number for number in run.at_work(origin_s, end_s)}
+    num_engines = len(run.forwards)
     events: list[Event] = []
-    num_points = min(MAX_COUNTER_POINTS, MAX_ALL_COUNTER_POINTS // max(1, len(run.forwards)))
+    num_points = min(MAX_COUNTER_POINTS, MAX_ALL_COUNTER_POINTS // max(1, num_engines))
+    starts_s = np.array(run.starts_s)
     for number, (timeline, forwards) in enumerate(zip(run.engines(origin_s, end_s), run.forwards, strict=True)):
-        events += _slices(timeline, forwards, row=number, origin_s=origin_s)
+        events += _slices(timeline, forwards, starts_s, row=number, origin_s=origin_s)
         events += _running(forwards, engine=number, origin_s=origin_s, num_points=num_points)
     for name, activity, start_s, stop_s in _lanes(run.spans):
-        row = rows.setdefault(name, len(rows))
+        row = rows.setdefault(name, num_engines + len(rows))
         events.append(_slice(activity, start_s, stop_s, row=row, origin_s=origin_s))
     for step in run.steps:
-        row = rows.setdefault("steps", len(rows))
+        row = rows.setdefault("steps", num_engines + len(rows))
         # the metrics row of a step is written shortly after its last span
         start_s, stop_s = max(step.start_s, origin_s), min(step.end_s, end_s)
         if stop_s > start_s:
@@ -106,12 +110,18 @@ def _row_of(span: Span) -> str:
     return "publisher" if span.actor == "engines" else span.actor
 
 
-def _slices(timeline: EngineTimeline, forwards: Forwards, *, row: int, origin_s: float) -> Iterator[Event]:
-    """Work and waits of one engine, neighbouring intervals of one kind joined; no slice while it has no work at all."""
+def _slices(
+    timeline: EngineTimeline, forwards: Forwards, starts_s: Floats, *, row: int, origin_s: float
+) -> Iterator[Event]:
+    """Work and waits of one engine, neighbouring intervals of one kind joined; no slice while it has no work at all.
+
+    `starts_s` are the begins of all starts of the run but the first, [S] wall clock, rising.
+    """
     kinds = np.array([0 if part in _AT_WORK else 1 + index for index, part in enumerate(PARTS)])
     kind = kinds[timeline.shares.argmax(axis=1)]
     firsts = np.concatenate([[0], np.flatnonzero(np.diff(kind)) + 1])
     started = np.sort(forwards["started_at_s"])
+    works_in = set(np.searchsorted(starts_s, started, side="right").tolist())
     for first, last in zip(firsts, [*firsts[1:], len(kind)], strict=True):
         start_s, end_s = float(timeline.edges_s[first]), float(timeline.edges_s[last])
         if start_s == end_s:
@@ -124,6 +134,8 @@ def _slices(timeline: EngineTimeline, forwards: Forwards, *, row: int, origin_s:
                 "saturated_share": round(float(seconds[PARTS.index(Part.SATURATED)]) / (end_s - start_s), 4),
             }
             yield {**_slice(SAMPLING, start_s, end_s, row=row, origin_s=origin_s), "args": arguments}
+        elif np.searchsorted(starts_s, start_s, side="right").item() not in works_in:
+            continue
         elif (name := WAITS.get(PARTS[kind[first] - 1])) is not None:
             yield _slice(name, start_s, end_s, row=row, origin_s=origin_s)
 

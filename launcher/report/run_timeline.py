@@ -2,11 +2,15 @@
 
 Timelines of a few steps of a long run are cheap: only their spans and forwards are divided. `notes` has a sentence for
 each part that is missing after a kill, a full disk or a run of an older version.
+
+A run directory can hold several starts, with other engines. Within a start, a step begins where the one before ended.
+A pause between two steps is therefore taken as a new start.
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +24,9 @@ from rollout.tracing.timeline import GAP_S, EngineTimeline, Span, engine_timelin
 
 MAX_FORWARD_BYTES = 64 << 20
 """Bytes of forwards to read, the newest of all engines together."""
+
+START_S = 5.0
+"""Shortest pause between two steps that counts as a new start: Ray, trainer and engines start in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +49,7 @@ class RunTimeline:
     """Forwards by engine number."""
     steps: Sequence[Step]
     speed: EngineSpeed | None
-    """Speed of an engine, fitted to all forwards; None if there are too few."""
+    """Speed of an engine, fitted to the forwards since the last start; None if there are too few."""
     notes: Sequence[str]
 
     @property
@@ -64,6 +71,22 @@ class RunTimeline:
             end_s=end_s,
             speed=self.speed,
         )
+
+    def at_work(self, start_s: float, end_s: float) -> list[int]:
+        """Numbers of the engines that ran a forward from `start_s` to `end_s`; wall clock.
+
+        The others may be engines of an earlier start, which had more of them.
+        """
+        return [
+            number
+            for number, forwards in enumerate(self.forwards)
+            if ((forwards["started_at_s"] < end_s) & (forwards["started_at_s"] + forwards["seconds"] > start_s)).any()
+        ]
+
+    @property
+    def starts_s(self) -> list[float]:
+        """When the first step of each start of the run began, but for the first start; wall clock."""
+        return _starts_s(self.steps)
 
     def spans_within(self, start_s: float, end_s: float) -> list[Span]:
         """Spans that overlap the time from `start_s` to `end_s`, ordered by start."""
@@ -102,11 +125,14 @@ def read_timeline(run_dir: Path, metrics: MetricTable) -> RunTimeline:
         notes.append(
             f"Older forwards were removed or are too many to show; only the newest {len(steps)} steps are shown."
         )
-    speed = fit_speed(np.concatenate(forwards)) if starts_s else None
+    last_start_s = max(_starts_s(steps), default=-math.inf)
+    recent = [of_engine[of_engine["started_at_s"] >= last_start_s] for of_engine in forwards]
+    speed = fit_speed(np.concatenate(recent)) if starts_s else None
     if not starts_s:
         notes.append("No forwards of engines were recorded, so the work of engines is not shown.")
     elif speed is None:
-        notes.append(f"{sum(map(len, forwards))} forwards are too few to fit the speed of the engines.")
+        since = " since the last start" if last_start_s > -math.inf else ""
+        notes.append(f"{sum(map(len, recent))} forwards{since} are too few to fit the speed of the engines.")
     return RunTimeline(
         spans=sorted(spans, key=lambda span: span.start_s), forwards=forwards, steps=steps, speed=speed, notes=notes
     )
@@ -156,3 +182,8 @@ def _steps(metrics: MetricTable) -> list[Step]:
         if length_s > 0 and end_s > start_s:
             steps.append(Step(number=int(number), start_s=start_s, end_s=end_s))
     return steps
+
+
+def _starts_s(steps: Sequence[Step]) -> list[float]:
+    """Begins of steps after a pause."""
+    return [step.start_s for before, step in pairwise(steps) if step.start_s - before.end_s > START_S]

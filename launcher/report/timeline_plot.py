@@ -1,5 +1,7 @@
 """Draws the engines' time over the last few steps: a lane per engine, then trainer, publisher and evaluation.
 
+An engine without a forward in these steps has no lane: it is one of an earlier start, or one that was given up.
+
 The height of a colour in an engine's lane is the share of the engine's time at that instant. A saturated engine is dark
 blue, an under-filled one partly light blue; each kind of wait has a colour of its own. Lanes of trainer, publisher and
 evaluation are blank between their spans.
@@ -30,7 +32,7 @@ MAX_ENGINES = 12
 
 
 def engine_rows(run: RunTimeline, steps: Sequence[Step]) -> str:
-    """Lanes of consecutive `steps`, with their legend."""
+    """Lanes of consecutive `steps`, with their legend; of engines that ran a forward in them."""
     start_s, end_s = steps[0].start_s, steps[-1].end_s
     edges_s = np.linspace(start_s, end_s, NUM_BINS + 1)
     begins = "".join(
@@ -39,8 +41,9 @@ def engine_rows(run: RunTimeline, steps: Sequence[Step]) -> str:
     )
     seen: set[Part] = set()
     lanes = [axis("", _numbers(steps))]
-    for number, engine in enumerate(run.engines(start_s, end_s)[:MAX_ENGINES]):
-        shares = engine.binned(edges_s)
+    engines = run.engines(start_s, end_s)
+    for number in run.at_work(start_s, end_s)[:MAX_ENGINES]:
+        shares = engines[number].binned(edges_s)
         seen |= {part for part, column in zip(PARTS, shares.T, strict=True) if column.any()}
         lanes.append(lane(f"engine {number}", areas(shares) + begins, num_bins=NUM_BINS))
     spans = [span for span in run.spans_within(start_s, end_s) if span.activity in ACTIVITY_LABELS]

@@ -14,8 +14,8 @@ from rollout.tracing.timeline import Part
 
 NUM_STEPS_SHOWN = 3
 ABOUT = (
-    "A saturated engine runs as many requests as the engines of this run ran at most. The bubble is the time that "
-    "saturated engines would have saved for the same tokens."
+    "A saturated engine runs as many requests as the engines have run at most since the last start. The bubble is the "
+    "time that saturated engines would have saved for the same tokens."
 )
 
 
@@ -37,9 +37,14 @@ def _left_out(run: RunTimeline) -> list[str]:
     shown = num_steps_shown(run)
     extent = "the whole run" if shown == len(run.steps) else f"the newest {shown} of {len(run.steps)} steps"
     about_file = f"timeline.json holds {extent} and opens in ui.perfetto.dev."
-    if len(run.forwards) <= MAX_ENGINES:
-        return [about_file]
-    return [about_file, f"The picture shows the first {MAX_ENGINES} of {len(run.forwards)} engines."]
+    notes = [about_file]
+    if drawn := last_steps(run.steps):
+        num_at_work = len(run.at_work(drawn[0].start_s, drawn[-1].end_s))
+        if num_at_work > MAX_ENGINES:
+            notes.append(f"The picture shows the first {MAX_ENGINES} of {num_at_work} engines.")
+        if absent := len(run.forwards) - num_at_work:
+            notes.append(f"{absent} of {len(run.forwards)} engines ran no forward in these steps and have no lane.")
+    return notes
 
 
 def _picture(run: RunTimeline) -> str:

@@ -28,7 +28,7 @@ from launcher.report.run_timeline import RunTimeline, read_timeline
 from launcher.report.timeline_section import last_steps, timeline_section
 from launcher.run_dir.atomic_files import read_rows, replace_text
 from launcher.run_dir.places import Places, read_places
-from rollout.evaluation import Change, EvaluationRow, changes
+from rollout.evaluation import Change, EvaluationRow, changes, comparable
 
 K3_BOUND = 5e-3
 """Largest healthy gap between sampler and trainer (docs/metrics.md)."""
@@ -48,7 +48,7 @@ class Record:
     """Nodes of engines and trainer ranks; None if the run did not record them."""
     evaluation: Sequence[EvaluationRow]
     samples: Mapping[int, Sequence[Mapping[str, object]]]
-    """Rows of the first and the last step, by step."""
+    """Rows of the first and the last step that have metrics, by step."""
     config_text: str
     environment: Mapping[str, object]
 
@@ -59,7 +59,6 @@ def read_record(run_dir: Path) -> Record:
         raise FileNotFoundError(
             f"{run_dir} holds no metrics.jsonl; name the run directory of a run that has finished a step"
         )
-    numbered = sorted((int(path.stem.rpartition("-")[2]), path) for path in (run_dir / "samples").glob("step-*.jsonl"))
     environment = run_dir / "environment.json"
     config = run_dir / "config.yaml"
     metrics = MetricTable.read(run_dir)
@@ -69,10 +68,21 @@ def read_record(run_dir: Path) -> Record:
         timeline=read_timeline(run_dir, metrics),
         places=read_places(run_dir),
         evaluation=[EvaluationRow.from_row(row) for row in read_rows(run_dir / "evaluation.jsonl")],
-        samples={step: read_rows(path) for step, path in [*numbered[:1], *numbered[1:][-1:]]},
+        samples=_read_samples(run_dir, metrics),
         config_text=config.read_text(encoding="utf-8") if config.exists() else "",
         environment=json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {},
     )
+
+
+def _read_samples(run_dir: Path, metrics: MetricTable) -> dict[int, Sequence[Mapping[str, object]]]:
+    """Samples of the first and the last step, by step.
+
+    Files beyond the last row of metrics are of steps that a resume takes again, perhaps with other samples.
+    """
+    last = int(metrics.filled("step")[-1]) if metrics.num_rows else -1
+    found = [(int(path.stem.rpartition("-")[2]), path) for path in (run_dir / "samples").glob("step-*.jsonl")]
+    numbered = sorted((step, path) for step, path in found if step <= last)
+    return {step: read_rows(path) for step, path in [*numbered[:1], *numbered[1:][-1:]]}
 
 
 def write_report(run_dir: Path) -> Path:
@@ -120,7 +130,7 @@ def _subtitle(record: Record) -> str:
 def _summary(record: Record) -> str:
     """Tiles: main metrics of the first and the last step, and the time of the run."""
     items = [
-        (f"{change.label} accuracy, {change.format_label}", _change(change), f"{change.points:+.1f} points")
+        (f"{change.label} accuracy, {change.format_label}", _change(change), _gain(change))
         for change in changes(record.evaluation)
         if change.before.data_source == "all"
     ]
@@ -146,16 +156,27 @@ def _change(change: Change) -> str:
     return f"{100 * change.before.average:.1f} → {100 * change.after.average:.1f} %"
 
 
+def _gain(change: Change) -> str:
+    k, steps = change.before.samples_per_prompt, f"{change.before.step} to {change.after.step}"
+    return f"{change.points:+.1f} points of avg@{k}, {steps} steps"
+
+
 def _evaluation(record: Record) -> str:
-    if not record.evaluation:
+    """Table and curves; empty without two comparable evaluations."""
+    found = changes(record.evaluation)
+    if not found:
         return ""
-    heading = ("set", "engine", "prompts", "k", "avg@k before", "after", "points", "pass@k before", "after", "length")
+    heading = (
+        *("set", "engine", "prompts", "k", "after steps"),
+        *("avg@k before", "after", "points", "pass@k before", "after", "length"),
+    )
     rows = [
         (
             change.label,
             change.format_label,
             str(change.before.num_prompts),
             str(change.before.samples_per_prompt),
+            f"{change.before.step} → {change.after.step}",
             f"{change.before.average:.3f}",
             f"{change.after.average:.3f}",
             f"{change.points:+.1f}",
@@ -163,25 +184,25 @@ def _evaluation(record: Record) -> str:
             f"{change.after.passed:.3f}",
             f"{change.before.mean_length:.0f} → {change.after.mean_length:.0f}",
         )
-        for change in changes(record.evaluation)
+        for change in found
     ]
     return section("Evaluation", table(heading, rows, numbers_from=2) + _evaluation_curve(record.evaluation))
 
 
 def _evaluation_curve(rows: Sequence[EvaluationRow]) -> str:
-    """avg@k over steps, for sets with more than two evaluations."""
-    curves: dict[str, list[EvaluationRow]] = {}
-    for row in sorted(rows, key=lambda row: row.step):
-        if row.data_source == "all":
-            curves.setdefault(f"{row.set_name} ({row.format})", []).append(row)
-    long = {label: of_label for label, of_label in curves.items() if len(of_label) > 2}
+    """avg@k over steps, for sets with more than two comparable evaluations."""
     lines = [
-        Line(label=label, at=[row.step for row in of_label], values=[row.average for row in of_label])
-        for label, of_label in long.items()
+        Line(label=_curve_label(curve[0]), at=[row.step for row in curve], values=[row.average for row in curve])
+        for curve in comparable(rows)
+        if curve[0].data_source == "all" and len(curve) > 2
     ]
     if not lines:
         return ""
     return f'<figure class="wide"><figcaption>Accuracy <span>avg@k</span></figcaption>{line_chart(lines)}</figure>'
+
+
+def _curve_label(row: EvaluationRow) -> str:
+    return f"{row.set_name} ({row.format}, avg@{row.samples_per_prompt}, {row.num_prompts} prompts)"
 
 
 def _charts(metrics: MetricTable) -> str:

@@ -72,19 +72,31 @@ class Checkpoints:
             return next(((step, self._path / str(step)) for step in reversed(self.steps())), None)
         pointer = self._path / "latest"
         if not text.isdecimal():
-            raise RunDirectoryError(
-                f"{pointer} holds {text[:40]!r}, not a step; remove the file to resume the newest checkpoint"
-            )
+            raise RunDirectoryError(f"{pointer} holds {text[:40]!r}, not a step; {self._choice()}")
         folder = self._path / str(int(text))
         if folder.is_dir():
             return int(text), folder
         if self._named() != text:  # the run has saved since, and removed that one
             return self.latest()
+        raise RunDirectoryError(f"{pointer} names step {text}, but {folder} is missing; {self._choice()}")
+
+    def instead_of(self, step: int) -> str:
+        """Advice for a damaged checkpoint of `step`, as the end of an error.
+
+        It names the step of the one before. Later checkpoints may remain of a course that the run has abandoned, and
+        without `latest` the last of them would be resumed.
+        """
+        earlier = [each for each in self.steps() if each < step]
+        if not earlier:
+            return f"no checkpoint before it is left; to begin anew, remove {self._path}"
+        return f"remove that folder and write {earlier[-1]} into {self._path / 'latest'} to resume from the one before"
+
+    def _choice(self) -> str:
+        """What a person may write into `latest`, as the end of an error."""
         left = ", ".join(map(str, self.steps()))
-        raise RunDirectoryError(
-            f"{pointer} names step {text}, but {folder} is missing; checkpoints that are left: "
-            + (f"{left}; write one of them into that file" if left else "none")
-            + f"; to begin anew, remove {self._path}"
+        return (
+            f"checkpoints that are left: {f'{left}; write one of them into that file' if left else 'none'}"
+            f"; to begin anew, remove {self._path}"
         )
 
     def _named(self) -> str:

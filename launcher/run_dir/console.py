@@ -75,9 +75,9 @@ def _before(seconds: list[str]) -> list[str]:
 
 
 def before_after_table(rows: Iterable[EvaluationRow]) -> Table:
-    """The final table: avg@k and pass@k of the first and the last evaluation, by engine format."""
+    """The final table: avg@k and pass@k of the first and the last comparable evaluation, by engine format."""
     table = Table(title="evaluation before and after", title_justify="left")
-    for heading in ("set", "engine", "k", "prompts"):
+    for heading in ("set", "engine", "k", "prompts", "after steps"):
         table.add_column(heading)
     for heading in ("avg@k before", "after", "points", "pass@k before", "after", "length before", "after"):
         table.add_column(heading, justify="right")
@@ -93,6 +93,7 @@ def _cells(change: Change) -> list[str]:
         change.format_label,
         str(before.samples_per_prompt),
         str(before.num_prompts),
+        f"{before.step} -> {after.step}",
         f"{before.average:.3f}",
         f"{after.average:.3f}",
         f"{change.points:+.1f}",
@@ -153,9 +154,11 @@ class RunProgress:
             )
 
     def table(self, rows: Iterable[EvaluationRow]) -> None:
-        """Print the final table of evaluations before and after."""
+        """Print the final table of evaluations before and after; nothing without two comparable evaluations."""
         self._end_bar()
-        self._console.print(before_after_table(rows))
+        table = before_after_table(rows)
+        if table.row_count:
+            self._console.print(table)
 
     def close(self) -> None:
         """Remove the bar, if one is shown."""

@@ -1,7 +1,8 @@
 """The folder `policy/` of a run: its last weights as a Hugging Face directory, and a mark that names their step.
 
-The mark is written before the folder gets its name, and removed before the weights that it names. So a folder with a
-mark is whole. One without a mark is of an earlier version, or of an earlier course of the run.
+The mark is written before the folder gets its name. So a folder with a mark is whole. One without a mark is of an
+earlier version, or of an earlier course of the run. The earlier folder is moved aside before the new one gets the name,
+and removed last. A replacement that was killed between the two is finished by the next one.
 """
 
 import json
@@ -35,36 +36,74 @@ def replace_policy(run_dir: Path, step: int, export: Callable[[str], None]) -> N
     """Let `export` write the weights after `step` steps into a partial folder, which then replaces `policy/`.
 
     Raises:
-        OSError: a file could not be written; so do the errors of `export`. The earlier folder stays then.
+        OSError: a file could not be written; errors of `export` pass, too. The earlier folder stays then.
     """
 
     def write(partial: Path) -> None:
         export(str(partial))
         mark(partial, step)
 
-    replace_folder(run_dir / POLICY, run_dir / f"{POLICY}.partial", write)
+    replace_folder(run_dir / POLICY, _partial_policy(run_dir), write)
 
 
 def replace_folder(target: Path, partial: Path, write: Callable[[Path], None]) -> None:
     """Let `write` make the folder `partial` beside `target`, which it then replaces.
 
+    An interruption leaves `target` whole. A process that is killed between the two renames leaves it missing; the next
+    call finishes that replacement first.
+
     Raises:
-        OSError: a file could not be written; so do the errors of `write`. The earlier folder stays then.
+        OSError: a file could not be written; errors of `write` pass, too. The earlier folder stays then.
     """
+    _finish_killed(target, partial)
     shutil.rmtree(partial, ignore_errors=True)
     write(partial)
     sync_tree(partial)
-    _unmark(target)
-    shutil.rmtree(target, ignore_errors=True)
-    partial.rename(target)
+    try:
+        if target.exists():
+            target.rename(_aside(partial))
+    finally:
+        _take_place(target, partial)
+
+
+def _aside(partial: Path) -> Path:
+    """Name of the earlier folder while the new one takes its place; no `partial` of another target has it."""
+    return partial.with_name(f".earlier.{partial.name}")
+
+
+def _finish_killed(target: Path, partial: Path) -> None:
+    """Finish a replacement whose process was killed behind its first rename: `partial` was whole by then."""
+    earlier = _aside(partial)
+    if earlier.exists() and partial.exists():
+        _take_place(target, partial)
+    else:
+        shutil.rmtree(earlier, ignore_errors=True)
+
+
+def _take_place(target: Path, partial: Path) -> None:
+    """Give `partial` the name of `target`, or the earlier folder if that fails; then remove the earlier folder."""
+    earlier = _aside(partial)
+    if not target.exists():
+        try:
+            partial.rename(target)
+        except OSError:
+            if earlier.exists():
+                earlier.rename(target)
+            raise
     sync_folder(target.parent)
+    shutil.rmtree(earlier, ignore_errors=True)
 
 
 def forget_policy(run_dir: Path, first_step: int) -> None:
     """The run takes all steps from `first_step` on again: weights of later ones are no longer its own, but stay."""
+    _finish_killed(run_dir / POLICY, _partial_policy(run_dir))
     step = exported_step(run_dir / POLICY)
     if step is not None and step > first_step:
         _unmark(run_dir / POLICY)
+
+
+def _partial_policy(run_dir: Path) -> Path:
+    return run_dir / f"{POLICY}.partial"
 
 
 def _unmark(directory: Path) -> None:

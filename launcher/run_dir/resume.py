@@ -19,6 +19,9 @@ from megatron_rl.algorithm_settings import STAGES
 
 FIXED = ("model", "seed", "deterministic", "data.train", "data.shuffle")
 """Keys that must not change."""
+UPDATES = ("algorithm.num_mini_batches", "algorithm.num_epochs")
+"""Keys whose product is the number of optimizer steps of a step."""
+WARMUPS = ("trainer.optimizer.warmup_steps", "trainer.critic.optimizer.warmup_steps")
 FIRST_MODEL = "model.json"
 """File of a run directory with the digest of the first weights."""
 DIGESTED_BYTES = 1 << 20
@@ -68,31 +71,67 @@ def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
         return []
     before = _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
     _refuse_renamed(saved, before)
-    now = _flat(config.model_dump(mode="json"))
-    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "run_dir"]
-    lines = [f"{key}: {before.get(key)} -> {now.get(key)}{_consequence(key, config)}" for key in changed]
-    if fixed := [line for key, line in zip(changed, lines, strict=True) if key in FIXED]:
+    lines = {key: f"{line}{_consequence(key, config)}" for key, line in _differences(before, config).items()}
+    if fixed := [line for key, line in lines.items() if key in FIXED]:
         raise RunDirectoryError(
             f"run_dir `{run_dir}` holds a run with another configuration: {'; '.join(fixed)}; "
             "name another run_dir, or restore the old values to resume"
         )
-    return lines
+    return list(lines.values())
+
+
+def changes_since_last_start(run_dir: Path, config: RunConfig) -> list[str]:
+    """As `changed_keys`, for a run without a checkpoint. It starts from its first weights, so every key may change."""
+    saved = run_dir / "config.yaml"
+    try:
+        before = yaml.safe_load(saved.read_text(encoding="utf-8"))
+    except (FileNotFoundError, yaml.YAMLError):  # the lines serve a person only, and must not keep a run from its start
+        return []
+    return list(_differences(_flat(before), config).values()) if isinstance(before, dict) else []
+
+
+def _differences(before: Mapping[str, Value], config: RunConfig) -> dict[str, str]:
+    """`key: before -> now` of each key that differs, by key."""
+    now = _flat(config.model_dump(mode="json"))
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "run_dir"]
+    return {key: f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed}
 
 
 def _consequence(key: str, config: RunConfig) -> str:
-    """What else a changed key changes without a word."""
-    if key != "num_steps":
-        return ""
+    """What else a changed key changes without a word, or what it does not change."""
+    targets = {
+        "algorithm.kl.coefficient": config.algorithm.kl.target,
+        "algorithm.entropy.coefficient": config.algorithm.entropy.target,
+    }
+    if key == "num_steps" or key in UPDATES:
+        said = _of_decays(key, config)
+    elif key in WARMUPS:
+        said = ["a warm-up that is over stays over"]
+    elif targets.get(key):
+        said = ["the adaptive coefficient begins anew there"]
+    else:
+        said = []
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def _of_decays(key: str, config: RunConfig) -> list[str]:
+    """What another number of steps, or of optimizer steps in each, does to the learning rates that decay."""
     optimizers = {
         "the learning rate": ("trainer.optimizer", config.trainer.optimizer),
         "the critic's learning rate": ("trainer.critic.optimizer", config.trainer.critic.optimizer),
     }
-    said = [
-        f"{rate} now decays until step {config.num_steps}; fix it by {name}.decay_steps"
-        for rate, (name, optimizer) in optimizers.items()
-        if optimizer.decay != "constant" and not optimizer.decay_steps
-    ]
-    return f" ({'; '.join(said)})" if said else ""
+    said = []
+    for rate, (name, optimizer) in optimizers.items():
+        if optimizer.decay == "constant":
+            continue
+        if key in UPDATES and optimizer.decay_steps:
+            updates = config.algorithm.num_epochs * config.algorithm.num_mini_batches
+            said.append(f"{name}.decay_steps = {optimizer.decay_steps} counts optimizer steps, now {updates} a step")
+        elif key in UPDATES:
+            said.append(f"{rate} keeps its place in the run and decays until step {config.num_steps}")
+        elif not optimizer.decay_steps:
+            said.append(f"{rate} now decays until step {config.num_steps}; fix it by {name}.decay_steps")
+    return said
 
 
 def _refuse_renamed(saved: Path, before: Mapping[str, Value]) -> None:

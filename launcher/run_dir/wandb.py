@@ -1,9 +1,10 @@
-"""Weights & Biases for a run: offline by default, one wandb run per run directory, no step twice.
+"""Weights & Biases for a run: offline by default, one wandb run per course of a run directory, no step twice.
 
-`wandb/tracking.json` holds the wandb run id, the last logged step and the last evaluation that was logged without one.
-A resumed run continues under the same id and skips logged steps, because wandb keeps the first value of a step. The
-step is saved before it is logged: a kill between the two loses the step in wandb and never logs it twice.
-`metrics.jsonl` has the step in either case.
+`wandb/tracking.json` describes the last row (`Tracked`). A resumed run continues under the same id and skips logged
+steps, because wandb keeps the first value of a step. So steps that are repeated from the first weights, or that learn
+under another configuration, go to a new wandb run, and so does a copy of the run directory. The step is saved before it
+is logged: a kill between the two loses the step in wandb and never logs it twice. `metrics.jsonl` has the step in
+either case.
 
 Only this file imports wandb, inside functions. In offline mode wandb asks no question and opens no connection. If an
 online run cannot reach the server, the run goes on offline, and `wandb sync` uploads it later.
@@ -13,11 +14,13 @@ of samples asks the server first, so without an answer steps are logged without 
 for the server `FINISH_TIMEOUT_S` at most.
 """
 
+import hashlib
 import json
 import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, Self
 
@@ -35,6 +38,12 @@ SLOW_S = 10.0
 TABLES_AGAIN_S = 600.0
 """For which no table is logged then."""
 
+LEARNING_KEYS = (
+    *("model", "seed", "data", "sampling", "reward", "algorithm", "engine.format"),
+    *("trainer.optimizer", "trainer.critic", "trainer.reference", "trainer.fp8"),
+)
+"""Keys of the configuration that decide what a step learns. The others change speed, memory or places."""
+
 SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "length", "finish_reason", "versions")
 
 
@@ -46,6 +55,43 @@ class _WandbRun(Protocol):
     def finish(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tracked:
+    """The wandb run and its last row: the content of `tracking.json`. Older files lack the last three fields."""
+
+    run_id: str = ""
+    last_step: int = -1
+    last_evaluation: int = -1
+    """Of those that were logged without a step."""
+    settings: str = ""
+    """Digest of the configuration's `LEARNING_KEYS`; empty if unknown."""
+    path: str = ""
+    """Of the run directory; empty if unknown."""
+    inode: int = -1
+    """Of the run directory."""
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """The content of `path`; without the file, that of a run that was never logged."""
+        row = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        return cls(**{each.name: row[each.name] for each in fields(cls) if each.name in row})
+
+    def why_not_continued(self, now: "Tracked", first_step: int) -> str:
+        """Why a start at `first_step` needs another wandb run; empty if it continues this one.
+
+        A directory that was moved keeps its inode, and one on another mount keeps its path: neither is a copy.
+        """
+        if self.path and self.path != now.path and self.inode != now.inode:
+            return f"the run directory is a copy of {self.path}"
+        if first_step > self.last_step:
+            return ""
+        if first_step == 0:
+            return "the run starts from its first weights again"
+        if self.settings and self.settings != now.settings:
+            return f"steps {first_step} to {self.last_step} are repeated, and what they learn is configured anew"
+        return ""
+
+
 class Tracker:
     """A wandb run; does nothing in mode `disabled`."""
 
@@ -53,25 +99,24 @@ class Tracker:
         self,
         run: _WandbRun | None,
         state_path: Path,
-        last_step: int,
-        run_id: str,
+        state: Tracked,
         say: Callable[[str], None] = print,
-        *,
-        last_evaluation: int = -1,
     ) -> None:
         """Call `Tracker.start` instead."""
         self._run = run
         self._state_path = state_path
-        self._last_step = last_step
-        self._last_evaluation = last_evaluation
+        self._state = state
         self._say = say
         self._no_table_until_s = 0.0
         """On the monotonic clock."""
         self._answers = True
         """Whether the last table was logged in time."""
         self._num_without_table = 0
-        self.run_id = run_id
-        """The same after every resume; empty when disabled."""
+
+    @property
+    def run_id(self) -> str:
+        """Of the wandb run; empty when disabled."""
+        return self._state.run_id
 
     @classmethod
     def start(
@@ -80,37 +125,44 @@ class Tracker:
         run_dir: Path,
         settings: Mapping[str, object],
         *,
+        first_step: int,
         say: Callable[[str], None] = print,
     ) -> Self:
-        """Starts or continues the wandb run of `run_dir`; `settings` is the resolved configuration.
+        """Continues the wandb run of `run_dir`, or starts another one.
 
-        `say` receives a line if the server cannot be reached, now or later.
+        Args:
+            config: of wandb.
+            run_dir: run directory; it is created if it is missing.
+            settings: the resolved configuration.
+            first_step: the next step of the run.
+            say: receives a line if an earlier wandb run is not continued, or if the server cannot be reached, now or
+                later.
 
         Raises:
             ConfigError: `wandb.mode` = online without a key, or with one that the server refuses.
         """
         state_path = run_dir / "wandb" / "tracking.json"
         if config.mode == "disabled":
-            return cls(None, state_path, -1, "", say)
-        state = json.loads(state_path.read_text(encoding="utf-8")) if state_path.exists() else {}
-        run_id = state.get("run_id") or secrets.token_hex(4)
-        tracker = cls(
-            None,
-            state_path,
-            state.get("last_step", -1),
-            run_id,
-            say,
-            last_evaluation=state.get("last_evaluation", -1),
-        )
-        tracker._save()
-        tracker._run = _start_run(config, run_dir, run_id, settings, say)
+            return cls(None, state_path, Tracked(), say)
+        state_path.parent.mkdir(parents=True, exist_ok=True)
+        before = Tracked.read(state_path)
+        now = replace(before, settings=_digest(settings), path=str(run_dir.absolute()), inode=run_dir.stat().st_ino)
+        why = before.why_not_continued(now, first_step)
+        if why or not before.run_id:
+            now = replace(now, run_id=secrets.token_hex(4), last_step=-1, last_evaluation=-1)
+        tracker = cls(None, state_path, now, say)
+        if now.run_id != before.run_id:  # else the file describes the last row until the next one
+            tracker._save()
+        if why:
+            say(f"wandb: run {now.run_id} begins, and {before.run_id} is not continued: {why}")
+        tracker._run = _start_run(config, run_dir, now.run_id, settings, say)
         return tracker
 
     def log_step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]] = ()) -> bool:
         """Logs the metrics and a table of `samples` of `step`; False if the step was logged before."""
-        if self._run is None or step <= self._last_step:
+        if self._run is None or step <= self._state.last_step:
             return False
-        self._last_step = step
+        self._state = replace(self._state, last_step=step)
         self._save()
         if not samples or not self._log_with_table(self._run, step, metrics, samples):
             self._log_alone(self._run, step, metrics)
@@ -121,9 +173,9 @@ class Tracker:
 
         It does not count as the step: if the run gets more steps, `log_step` logs the one with this number.
         """
-        if self._run is None or step <= max(self._last_step, self._last_evaluation):
+        if self._run is None or step <= max(self._state.last_step, self._state.last_evaluation):
             return False
-        self._last_evaluation = step
+        self._state = replace(self._state, last_evaluation=step)
         self._save()
         self._log_alone(self._run, step, metrics)
         return True
@@ -181,9 +233,19 @@ class Tracker:
             )
 
     def _save(self) -> None:
-        self._state_path.parent.mkdir(parents=True, exist_ok=True)
-        state = {"run_id": self.run_id, "last_step": self._last_step, "last_evaluation": self._last_evaluation}
-        replace_text(self._state_path, json.dumps(state) + "\n")
+        replace_text(self._state_path, json.dumps(asdict(self._state)) + "\n")
+
+
+def _digest(settings: Mapping[str, object]) -> str:
+    chosen = [_value(settings, key.split(".")) for key in LEARNING_KEYS]
+    return hashlib.blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _value(settings: object, names: Sequence[str]) -> object:
+    """The value of a nested key; None if it is absent."""
+    for name in names:
+        settings = settings.get(name) if isinstance(settings, Mapping) else None
+    return settings
 
 
 def _start_run(

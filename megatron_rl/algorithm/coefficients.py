@@ -1,6 +1,7 @@
 """Coefficients of the loss that adapt after every step: of the divergence from the reference, and of the entropy bonus.
 
 Both are functions of the metrics of earlier steps alone, which all ranks agree on, and are saved with the checkpoint.
+A resume that switches adaptation on, or that configures another coefficient, begins at the configured one.
 
 * KL (arXiv 1909.08593, section 2.2): multiplied by 1 + clip(kl / target - 1, -0.2, 0.2) * responses / horizon.
 * Entropy (arXiv 2505.22312): raised by a constant after a step below the target, lowered after one above it.
@@ -49,17 +50,39 @@ class Coefficients:
             kl=changed, entropy=_next_entropy(self.entropy, entropy_config, is_low=is_low), is_entropy_low=is_low
         )
 
-    def state_dict(self) -> dict[str, float]:
-        """Plain numbers for a checkpoint."""
-        return {"kl": self.kl, "entropy": self.entropy, "is_entropy_low": float(self.is_entropy_low)}
+    def state_dict(self, algorithm: AlgorithmConfig) -> dict[str, float]:
+        """Plain numbers for a checkpoint: the coefficients, where each began, and its target, 0 if it is fixed."""
+        kl, entropy = algorithm.kl, algorithm.entropy
+        return {
+            "kl": self.kl,
+            "kl_start": kl.coefficient,
+            "kl_target": 0.0 if kl.place == "none" else kl.target,
+            "entropy": self.entropy,
+            "entropy_start": entropy.coefficient,
+            "entropy_target": entropy.target,
+            "is_entropy_low": float(self.is_entropy_low),
+        }
 
     def restored(self, algorithm: AlgorithmConfig, state: Mapping[str, float]) -> "Coefficients":
-        """As saved where the configuration lets a coefficient adapt, and as configured elsewhere."""
+        """As saved where a coefficient adapts now and did before, from the same start; as configured elsewhere.
+
+        Checkpoints of earlier versions do not tell. Their coefficients are taken as adapted from the present start.
+        """
+        kl_goes_on, entropy_goes_on = _goes_on("kl", algorithm.kl, state), _goes_on("entropy", algorithm.entropy, state)
         return Coefficients(
-            kl=state["kl"] if algorithm.kl.target else self.kl,
-            entropy=state["entropy"] if algorithm.entropy.target else self.entropy,
-            is_entropy_low=bool(state["is_entropy_low"]) if algorithm.entropy.target else self.is_entropy_low,
+            kl=state["kl"] if kl_goes_on else self.kl,
+            entropy=state["entropy"] if entropy_goes_on else self.entropy,
+            is_entropy_low=bool(state["is_entropy_low"]) if entropy_goes_on else self.is_entropy_low,
         )
+
+
+def _goes_on(name: str, config: KlConfig | EntropyConfig, state: Mapping[str, float]) -> bool:
+    """Whether a coefficient goes on adapting from its saved value."""
+    if not config.target:
+        return False
+    if f"{name}_start" not in state:
+        return True
+    return state[f"{name}_target"] > 0 and state[f"{name}_start"] == config.coefficient
 
 
 def _next_kl(coefficient: float, config: KlConfig, *, kl: float, num_responses: int) -> float:

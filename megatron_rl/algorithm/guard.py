@@ -11,7 +11,8 @@ The margin and the two counts are the hysteresis. A relapse, which is a step up 
 healthy steps that the next step down needs, at most `MOST_HOLD` times.
 
 The ladder (`ladder`) orders actions by their cost: a tighter cap, more layers in BF16, less overlap, rollouts in BF16.
-A level n has the first n actions in force.
+A level n has the first n actions in force. A state is saved with its actions, because a later start may have another
+ladder.
 
 Invariants (`check_actions`, asserted in every test): levels change by one; two changes are at least `patience` steps
 apart; a change needs as many bad or healthy steps in a row as the rules ask; no level is beyond the ladder.
@@ -20,7 +21,7 @@ apart; a change needs as many bad or healthy steps in a row as the rules ask; no
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Literal
 
 from megatron_rl.guard_config import GuardConfig
@@ -102,11 +103,25 @@ class GuardState:
     """Whether the actions were only advised."""
     layers: tuple[int, ...] = ()
     """Layers that `bf16_layers` has chosen, worst SQNR first; a lower level uses the first of them."""
+    actions: tuple[Action, ...] | None = None
+    """Those of the level. None: unknown, at level 0 or of a checkpoint of an earlier version."""
 
     def in_mode(self, mode: str) -> "GuardState":
         """This state if it was reached in that mode; else the first state, because advice has changed nothing."""
         is_advice = mode == "advise"
         return self if self.is_advice == is_advice else GuardState(is_advice=is_advice)
+
+    def on_ladder(self, actions: Sequence[Action]) -> "GuardState":
+        """This state at its level of a ladder: that up to which the ladder begins with the actions in force.
+
+        A configuration that changes between two starts can change the ladder. The counts begin anew at a lower level.
+        """
+        if not self.level:
+            return self
+        known = actions[: self.level] if self.actions is None else self.actions
+        level = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, actions, strict=False)))
+        state = replace(self, level=level, actions=tuple(actions[:level]))
+        return state if level == self.level else replace(state, bad=0, healthy=0)
 
     def to_json(self) -> dict[str, object]:
         """For a checkpoint."""
@@ -133,7 +148,14 @@ class GuardState:
             num_actions=int(str(row["num_actions"])),
             is_advice=bool(row["is_advice"]),
             layers=tuple(layers),
+            actions=_saved_actions(row.get("actions")),
         )
+
+
+def _saved_actions(rows: object) -> tuple[Action, ...] | None:
+    if not isinstance(rows, list | tuple):
+        return None
+    return tuple(Action(kind=row["kind"], value=float(row["value"])) for row in rows)
 
 
 def verdict(seen: Observation, config: GuardConfig) -> Literal["bad", "healthy", "doubtful"]:
@@ -227,7 +249,7 @@ class InForce:
 
 
 def in_force(actions: Sequence[Action], state: GuardState) -> InForce:
-    """The settings of a state's level on this ladder; a level beyond a shorter ladder is its last one."""
+    """The settings of a state's level on its ladder (`GuardState.on_ladder`)."""
     values = {action.kind: action.value for action in actions[: state.level]}  # the last one of each kind
     return InForce(
         cap=values.get("cap"),

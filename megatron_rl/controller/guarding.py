@@ -28,14 +28,17 @@ class Guard:
     ) -> None:
         """`actions` is the run's ladder, and `state` that of the checkpoint. `report` records the line of an action.
 
-        A state of another mode is not continued.
+        A state of another mode is not continued. One whose actions this ladder does not begin with goes on at a lower
+        level, which is reported too.
         """
         self._config = config
         self._actions = tuple(actions)
         self._report = report
         state = state.in_mode(config.mode)
-        self.state = replace(state, level=min(state.level, len(actions)))
+        self.state = state.on_ladder(self._actions)
         """Belongs to a checkpoint."""
+        if self.state.level < state.level:
+            self._report(self._lower_level(state))
         self._of_engines = self.in_force
 
     @property
@@ -61,8 +64,18 @@ class Guard:
             "guard/bad_steps": float(self.state.bad),
         }
 
+    def _lower_level(self, before: GuardState) -> str:
+        """The line of a start whose ladder does not begin with the actions in force."""
+        lost = (before.actions or ())[self.state.level :]
+        verb = "no longer in force" if self._config.mode == "act" else "no longer advised"
+        return (
+            f"the actions of this run have changed: level {self.state.level} of {len(self._actions)} instead of "
+            f"{before.level}" + (f"; {verb}: {'; '.join(action.line for action in lost)}" if lost else "")
+        )
+
     def _move(self, step: int, level: int, why: str, published: PublishReport) -> None:
         up = self.state.level > level
+        self.state = replace(self.state, actions=self._actions[: self.state.level])
         action = self._actions[level if up else level - 1]
         detail = ""
         if up and action.kind == "bf16_layers":

@@ -15,6 +15,7 @@ from megatron.core import parallel_state, tensor_parallel
 from torch._C._distributed_c10d import Store, TCPStore
 
 from megatron_rl.config import ParallelConfig
+from rollout.failures import UnusableDeviceError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +66,12 @@ def initialize(
     `devices` are those of the rank's placement (`rollout.processes.given_devices`); the rank uses the first one.
 
     Raises:
-        RuntimeError: the rank is placed on a device, and torch can use none.
+        UnusableDeviceError: the rank is placed on a device, and torch can use none.
     """
     on_cuda = torch.cuda.is_available()
     if devices and not on_cuda:
         built_for = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs"
-        raise RuntimeError(
+        raise UnusableDeviceError(
             f"trainer rank {rank} is placed on GPU {devices}, which torch {torch.__version__} cannot use: it is built "
             f"for {built_for}; use the environment of `make setup-cuda`, and a driver for its CUDA (`nvidia-smi` shows "
             "the newest that the driver knows), or set `CUDA_VISIBLE_DEVICES=` to use the CPU on purpose"

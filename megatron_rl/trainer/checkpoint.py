@@ -18,6 +18,7 @@ Megatron reads a file (`checkpoints.files`).
 
 from collections.abc import Mapping, Set
 from pathlib import Path
+from typing import cast
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
@@ -87,7 +88,7 @@ def load(path: Path, model: LearnedModel, *, optimizer_key: str = "trainer.optim
             chunk.module.load_state_dict(restored["model"], strict=True)
         load_state(model.optimizer, restored["optimizer"])
     follow_configuration(model.optimizer, model.schedule)
-    model.schedule.load_state_dict(restored["schedule"])  # which sets the present rate
+    model.restore_schedule(cast(Mapping[str, float], common["schedule"]))  # which sets the present rate
     if same_partition:
         _restore_generators(restored.get("generators", {}))
     return common.get("coefficients", {})

@@ -8,7 +8,8 @@ forward is needed. Otherwise one forward over all samples comes first, because t
 the first mini batch. Batch normalisation and means over kept tokens need that forward too.
 
 The schedule of the learning rate advances by the configured number of optimizer steps in every training step. Groups
-that were dropped and updates that were skipped do not stretch it.
+that were dropped and updates that were skipped do not stretch it. A decay over the whole run follows the steps, also if
+a resume changes the number of optimizer steps of each.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -82,7 +83,7 @@ class Learner:
         models.check(self._needed)
         self._models = models
         self.coefficients = Coefficients.first(algorithm)
-        """Of the next step's loss. They are saved with the checkpoint."""
+        """Of the next step's loss."""
         self._is_last = parallel_state.is_pipeline_last_stage()
         self._has_pipeline = parallel_state.get_pipeline_model_parallel_world_size() > 1
         self._times = MeasuredTimes()
@@ -94,6 +95,7 @@ class Learner:
         """Train on the batch of one step. Metrics are complete on the last pipeline stage only."""
         algorithm = self._algorithm
         totals = self._no_sums(batch.max_staleness)
+        self._begin_schedules(batch.policy_version)
         progress.mark("responses")
         mini_batches = [
             load_mini_batch(mini, fetch, multiple_of=self._row_multiple, device=self._device)
@@ -120,6 +122,11 @@ class Learner:
         if not alone:  # the policy has not moved, which says nothing about its coefficients
             self._adapt(result, num_responses=sum(mini.num_sequences for mini in mini_batches))
         return result
+
+    def _begin_schedules(self, finished_steps: int) -> None:
+        critic = self._models.critic
+        for model in (self._model, *(() if critic is None else (critic.model,))):
+            model.begin_schedule(finished_steps, configured=self._configured_updates)
 
     def use_cap(self, cap: float) -> None:
         """Correct with this cap from now on."""
@@ -160,6 +167,10 @@ class Learner:
             MismatchSums.empty(config=self._algorithm.correction, device=self._device),
             SumsByAge.empty(max_staleness, self._device),
         )
+
+    def saved_coefficients(self) -> dict[str, float]:
+        """The coefficients for a checkpoint."""
+        return self.coefficients.state_dict(self._algorithm)
 
     def restore_coefficients(self, state: object) -> None:
         """Set the coefficients of a checkpoint; those of earlier versions have none."""

@@ -182,14 +182,13 @@ def build_schedule(
 
     A decay over the whole run would reach its end one step after the run, so that the last update still learns.
     """
-    decay_steps = max(config.decay_steps or total_steps + 1, config.warmup_steps + 1)
     return OptimizerParamScheduler(
         optimizer=optimizer,
         init_lr=0.0,
         max_lr=config.learning_rate,
         min_lr=min(config.min_learning_rate, config.learning_rate),
         lr_warmup_steps=config.warmup_steps,
-        lr_decay_steps=decay_steps,
+        lr_decay_steps=_decay_end(config, warmup_steps=config.warmup_steps, total_steps=total_steps),
         lr_decay_style=config.decay,
         start_wd=config.weight_decay,
         end_wd=config.weight_decay,
@@ -198,6 +197,11 @@ def build_schedule(
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+def _decay_end(config: OptimizerConfig, *, warmup_steps: int, total_steps: int) -> int:
+    """Optimizer step at which the decay has reached its end; it begins after the warm-up."""
+    return max(config.decay_steps or total_steps + 1, warmup_steps + 1)
 
 
 def follow_configuration(optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
@@ -230,6 +234,9 @@ class LearnedModel:
     chunks: tuple[DistributedDataParallel, ...]
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+    config: OptimizerConfig
+    total_updates: int
+    """Optimizer steps of the whole run."""
     hosted: HostedStates | None = None
     """Masters and moments that stay in host memory; None: they stay on the device."""
 
@@ -245,7 +252,14 @@ class LearnedModel:
         hosted = HostedStates(chunks, optimizer) if config.states_on_host else None
         if hosted is not None:
             hosted.to_host()
-        return cls(chunks=tuple(chunks), optimizer=optimizer, schedule=schedule, hosted=hosted)
+        return cls(
+            chunks=tuple(chunks),
+            optimizer=optimizer,
+            schedule=schedule,
+            config=config,
+            total_updates=total_updates,
+            hosted=hosted,
+        )
 
     def states_on_device(self) -> AbstractContextManager[None]:
         """Context in which masters and moments are on the device."""
@@ -277,6 +291,37 @@ class LearnedModel:
         with self.states_on_device():
             _, grad_norm, _ = self.optimizer.step()
         return outcomes, float(grad_norm)
+
+    def restore_schedule(self, saved: Mapping[str, float]) -> None:
+        """Put the schedule at the position of a checkpoint, in optimizer steps, with the configured rates.
+
+        A warm-up that was over then is never entered again, whatever its length is now.
+        """
+        self.schedule.load_state_dict(dict(saved))
+        if saved["num_steps"] >= max(saved["lr_warmup_steps"], 1):
+            self._set_warmup(int(saved["lr_warmup_steps"]))
+
+    def begin_schedule(self, finished_steps: int, *, configured: int) -> None:
+        """Put a decay over the whole run where a step begins, whose optimizer steps are `configured`.
+
+        The position moves only after a resume with another number of optimizer steps a step. It is then as if all
+        `finished_steps` had had the present number. A warm-up that is over keeps its share of these steps, so the rate
+        goes on from where it was. Any other schedule counts the optimizer steps that were made.
+        """
+        schedule, before, position = self.schedule, int(self.schedule.num_steps), finished_steps * configured
+        if self.config.decay == "constant" or self.config.decay_steps or position == before:
+            return
+        is_over = before >= max(schedule.lr_warmup_steps, 1)
+        schedule.step(increment=position - before)
+        if is_over:
+            self._set_warmup(round(schedule.lr_warmup_steps * position / before))
+
+    def _set_warmup(self, num_updates: int) -> None:
+        """Let the decay begin after so many optimizer steps."""
+        schedule = self.schedule
+        schedule.lr_warmup_steps = num_updates
+        schedule.lr_decay_steps = _decay_end(self.config, warmup_steps=num_updates, total_steps=self.total_updates)
+        schedule.step(increment=0)  # which sets the present rate
 
     def finish_schedule(self, *, configured: int, made: int) -> None:
         """Advance the schedule by the configured optimizer steps that a training step did not make."""

@@ -240,7 +240,7 @@ class Trainer:
 
         With `background` files are written from copies, so the trainer may go on. Without it, finish the save first.
         """
-        self._saves.begin(Path(path), self._learner.coefficients.state_dict(), background=background)
+        self._saves.begin(Path(path), self._learner.saved_coefficients(), background=background)
 
     def save_seconds(self) -> float | None:
         """From the begin of the save to the last file of this rank, whether or not that failed; None before."""

@@ -63,7 +63,11 @@ def raw_rows(path: str) -> RawRows:
         ValueError: the file is missing or unreadable.
     """
     file = Path(path)
-    if not file.is_file():
+    try:
+        is_file = file.is_file()
+    except OSError as error:
+        raise ValueError(_unreadable(file, error)) from error
+    if not is_file:
         raise ValueError(f"{path}: no such file")
     if file.suffix == ".jsonl":
         return _json_lines(file)
@@ -73,15 +77,21 @@ def raw_rows(path: str) -> RawRows:
 
 
 def _json_lines(file: Path) -> RawRows:
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            where = f"{file}, line {number}"
-            try:
-                yield where, json.loads(line.decode("utf-8-sig"))
-            except (ValueError, RecursionError) as error:
-                raise ValueError(f"{where}: not valid JSON: {error}") from error
+    try:
+        with file.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    where = f"{file}, line {number}"
+                    yield where, _json(line, where)
+    except OSError as error:
+        raise ValueError(_unreadable(file, error)) from error
+
+
+def _json(line: bytes, where: str) -> object:
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where}: not valid JSON: {error}") from error
 
 
 def _parquet_rows(file: Path) -> RawRows:
@@ -100,6 +110,10 @@ def _parquet_rows(file: Path) -> RawRows:
                 yield f"{file}, row {number}", values
     except (pyarrow.ArrowException, OSError) as error:
         raise ValueError(f"{file}, behind row {number}: the parquet file is corrupt: {error}") from error
+
+
+def _unreadable(file: Path, error: OSError) -> str:
+    return f"{file}: cannot be read ({error.strerror}); make it readable, or name another file"
 
 
 def _row(values: object, *, where: str, name: str) -> PromptRow:

@@ -50,7 +50,9 @@ def test_a_run_that_was_killed_under_a_clock_that_jumps_ends_as_if_nothing_had_h
     assert_same_run(run_dir, uninterrupted)
     tracked = json.loads((run_dir / "wandb" / "tracking.json").read_text())
     assert tracked["last_step"] == NUM_STEPS - 1
-    assert len({path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}) == 1
+    ids = {path.name.rsplit("-", 1)[1] for path in (run_dir / "wandb").glob("offline-run-*")}
+    # without a checkpoint the run starts from its first weights again, in wandb as another run
+    assert len(ids) == 1 or (len(ids) == 2 and "resuming" not in interrupted.output)
     assert ("1 finished step(s) are repeated" in interrupted.output) or not interrupted.during_save
     assert interrupted.left_behind == set()
     begins = [row["start_s"] for row in rows(run_dir / "events.jsonl")]

@@ -2,12 +2,15 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from launcher import cli
 from launcher.checks.health.wandb import KEYS, PLACES
 from launcher.cli import main
+from launcher.cluster.node import NodeResources
 from launcher.config.schema import ExportConfig
 from tests.support.deadline import DEADLINE_S
 
@@ -138,3 +141,40 @@ def test_a_missing_configuration_file_is_named(capsys: pytest.CaptureFixture[str
 def test_a_command_prints_messages_of_ray_but_not_that_a_worker_died() -> None:
     done = subprocess.run([sys.executable, "-c", RAY_PRINTS], capture_output=True, text=True, timeout=DEADLINE_S)
     assert "another message" in done.stdout and "worker died" not in done.stdout + done.stderr, done.stderr
+
+
+def test_a_job_in_a_container_is_not_refused_for_scores_that_its_packages_may_save(
+    write_config: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    slurm = "cluster:\n  slurm: {nodes: 1, gpus_per_node: 8, gpu: a100}\n"
+    path = str(write_config(f"{slurm}trainer: {{max_micro_batch_tokens: 1000000, dtype: bf16}}\n"))
+    command = ["slurm", path, "--dry-run", "placement.mode=disaggregated"]
+    assert main(command) == 2
+    assert "`trainer.recompute` = selective frees " in capsys.readouterr().err
+    image = ["cluster.slurm.container.kind=pyxis", "cluster.slurm.container.image=/images/rl.sqsh"]
+    assert main([*command, *image]) == 0
+    shown = capsys.readouterr()
+    assert "attention scores" not in shown.out
+    assert "packages of the container are unknown here, so no scores are counted" in shown.err
+
+
+def test_a_warm_start_shows_its_warnings(
+    tmp_path: Path,
+    model_dir: Path,
+    node: NodeResources,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ampere = replace(node, gpu_bytes=(80 << 30,), gpu_capability=(8, 0))
+    monkeypatch.setattr(cli, "_nodes", lambda cluster: [ampere])
+    monkeypatch.setattr(cli, "machine_problems", lambda cluster: [])
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "response": "2"}\n')
+    config = tmp_path / "sft.yaml"
+    config.write_text(
+        f"model: {model_dir}\noutput_dir: {tmp_path / 'out'}\nnum_steps: 1\n"
+        f"data: {{path: {tmp_path / 'rows.jsonl'}, max_tokens: 64}}\n"
+    )
+    assert main(["sft", str(config), "--dry-run"]) == 0
+    shown = capsys.readouterr()
+    assert "attention scores" in shown.out
+    assert "warning: " in shown.err and "`flash-attn`" in shown.err

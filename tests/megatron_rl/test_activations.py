@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_rl.activations import activation_bytes, most_pairs, score_bytes
-from megatron_rl.config import TrainerConfig
+from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.model.spec import Experts
 from tests.support.model_specs import qwen_spec
 
@@ -74,7 +74,7 @@ def most_saved_bytes(position, parallel, spec, recompute, megatron):
                     sizes.pop(self.key)
 
     ids = np.arange(TOKENS, dtype=np.int32) % 100
-    batch = pack_batch([(ids[:1], ids[1:])])
+    batch = pack_batch([(ids[:1], ids[1:])], multiple_of=parallel.tensor)
     with torch.autograd.graph.saved_tensors_hooks(Saved, lambda saved: saved.tensor):
         model.hidden(batch).sum().backward()
     return most
@@ -88,6 +88,19 @@ def test_activations_are_those_that_autograd_keeps_on_a_cpu(ranks, name: str) ->
         trainer = TrainerConfig.model_validate({"recompute": recompute, "megatron": megatron})
         planned = activation_bytes(spec, trainer, pipeline_rank=0, tokens=TOKENS, kernels="local")
         assert planned == pytest.approx(num_bytes, rel=0.1), (recompute, megatron)
+
+
+@pytest.mark.parametrize("tensor", [2, 4])
+def test_tensor_ranks_keep_the_routed_inputs_of_experts_whole(ranks, tensor: int) -> None:
+    """Autograd does not keep the gathered inputs of one product: a backward pass gathers them again."""
+    spec = replace(SPECS["experts"], num_kv_heads=4, hidden_size=640)
+    kept = ranks.run(all_saved_bytes, spec, parallel=ParallelConfig(tensor=tensor))
+    for (recompute, megatron), of_ranks in zip(CASES, zip(*kept, strict=True), strict=True):
+        keys = {"recompute": recompute, "megatron": megatron, "parallel": {"tensor": tensor}}
+        trainer = TrainerConfig.model_validate(keys)
+        planned = activation_bytes(spec, trainer, pipeline_rank=0, tokens=TOKENS, kernels="local")
+        gathered = TOKENS * 2 * 2 * spec.hidden_size
+        assert planned - gathered == pytest.approx(max(of_ranks), rel=0.1), (recompute, megatron)
 
 
 def unfused_attention(query, key, value):

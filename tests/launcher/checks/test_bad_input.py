@@ -336,7 +336,7 @@ def test_a_run_directory_on_a_file_system_without_locks_is_refused(
     [
         (
             lambda folder: (folder / "latest").write_text("newest\n"),
-            "holds 'newest', not a step; remove the file",
+            "holds 'newest', not a step; checkpoints that are left: 2; write one of them into that file",
         ),
         (lambda folder: (folder / "2" / "state.json").write_text("{"), "2 has no readable state (JSONDecodeError"),
     ],

@@ -1,6 +1,7 @@
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -255,6 +256,26 @@ def test_a_bad_row_of_a_warm_start_is_named_by_file_and_line(
     config = SftConfig.model_validate({"model": str(model_dir), "output_dir": "out", "data": settings, "num_steps": 1})
     with pytest.raises(ConfigError, match=r"rows.jsonl, line 2: a row must be an object with `prompt` and `response`"):
         check_sft(config, [node])
+
+
+def test_a_warm_start_looks_for_flash_attention(
+    tmp_path: Path, model_dir: Path, node: NodeResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1", "response": "2"}\n')
+    settings = {"path": str(data), "max_tokens": 64}
+    output = str(tmp_path / "out")
+    config = SftConfig.model_validate({"model": str(model_dir), "output_dir": output, "data": settings, "num_steps": 1})
+    ampere = replace(node, gpu_bytes=(80 << 30,), gpu_capability=(8, 0))
+    without = check_sft(config, [ampere])
+    assert any("attention scores" in line for line in without.memory.lines())
+    (warning,) = without.warnings
+    assert "`flash-attn` 2.1.1 to 2.8.3" in warning
+    version = metadata.version
+    monkeypatch.setattr(metadata, "version", lambda name: "2.8.3" if name == "flash-attn" else version(name))
+    present = check_sft(config, [ampere])
+    assert not any("attention scores" in line for line in present.memory.lines())
+    assert present.warnings == ()
 
 
 def test_a_directory_without_weights_or_tokenizer_is_refused(

@@ -1,8 +1,12 @@
 """Layers to recompute that Megatron's first forward would refuse are refused before a run starts."""
 
+from dataclasses import replace
+
 import pytest
 
+from launcher.checks.further_models import critic_problems
 from launcher.checks.model import recompute_problems
+from launcher.config.schema import RunConfig
 from megatron_rl.config import TrainerConfig
 from tests.support.model_specs import qwen_spec
 
@@ -39,3 +43,22 @@ def test_layers_that_cannot_be_recomputed_together_are_refused(
 def test_other_layers_are_accepted(recompute: str, megatron: dict[str, object]) -> None:
     trainer = TrainerConfig.model_validate({"recompute": recompute, "megatron": megatron})
     assert recompute_problems(SPEC, trainer) == []
+
+
+@pytest.mark.parametrize(
+    ("megatron", "said"),
+    [
+        ({"recompute_num_layers": 5}, ["recompute_num_layers = 5", "the 6 layers", "; 2 and its divisors do"]),
+        ({"recompute_num_layers": 2}, []),
+        ({"recompute_method": "block", "recompute_num_layers": 5}, []),
+    ],
+)
+def test_layers_of_a_critic_are_recomputed_together_too(megatron: dict[str, object], said: list[str]) -> None:
+    """A number that divides the policy's 10 layers must divide the 6 of its critic."""
+    trainer = {"critic": {"model": "c"}, "recompute": "full", "megatron": megatron}
+    base = {"model": "m", "run_dir": "r", "num_steps": 1, "data": {"train": [{"path": "x"}]}}
+    config = RunConfig.model_validate({**base, "algorithm": {"advantage": "gae"}, "trainer": trainer})
+    assert recompute_problems(SPEC, config.trainer) == []
+    found = critic_problems(config, replace(SPEC, num_layers=6), SPEC)
+    assert len(found) == bool(said)
+    assert all(part in found[0] for part in ["`trainer.critic.model`: ", *said] if said), found

@@ -113,8 +113,12 @@ def test_ray_that_ends_before_the_run_has_begun_is_started_again(
         assert soft == hard, "Ray starts with as many open files as the check of the node has seen"
 
 
+def job_folder(path: Path) -> JobFolder:
+    return JobFolder(path=path, config=path / "config.yaml")
+
+
 def test_nobody_waits_for_the_head_of_a_run_that_is_over(tmp_path: Path) -> None:
-    folder = JobFolder(path=tmp_path)
+    folder = job_folder(tmp_path)
     (tmp_path / "over").touch()
     assert folder.wait_for_head(60) is None
     folder.write_head(Head(address="10.0.0.6", port=20200, ready_port=20201))
@@ -125,7 +129,7 @@ def folder_of(path: Path, *nodes: str, begun: bool = False) -> JobFolder:
     (path / "nodes").write_text("".join(f"{node}\n" for node in nodes))
     if begun:
         (path / "begun").touch()
-    return JobFolder(path=path)
+    return job_folder(path)
 
 
 @pytest.mark.parametrize(
@@ -151,7 +155,7 @@ def test_a_run_that_has_begun_goes_on_without_a_node_but_not_without_rays_head(
 
 def test_a_file_system_that_fails_for_a_moment_ends_nothing(tmp_path: Path) -> None:
     """A name that is too long stands for any error that `Path.exists` raises."""
-    folder = JobFolder(path=tmp_path / ("long" * 100))
+    folder = job_folder(tmp_path / ("long" * 100))
     with pytest.raises(OSError, match="too long"):
         (folder.path / "over").exists()
     assert not folder.is_over() and not folder.must_end()

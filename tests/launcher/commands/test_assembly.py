@@ -47,7 +47,7 @@ def execute(
         monkeypatch.setattr(assembly, "Tracker", tracker)
         monkeypatch.setattr(assembly, "start_workers", lambda *given: start())
         checked, directory = SimpleNamespace(config=config), SimpleNamespace(path=tmp_path)
-        assembly.execute(checked, directory, shown, None, ResumePoint(), ())
+        assembly.execute(checked, directory, shown, None, ResumePoint(first_step=2), ())
 
     return execute
 
@@ -59,7 +59,7 @@ def test_wandb_begins_before_the_engines_and_ends_if_they_cannot_start(
     run = SimpleNamespace(finish=lambda: log.append("wandb ends"))
 
     def begin(*given: object, **named: object) -> SimpleNamespace:
-        log.append("wandb begins")
+        log.append(f"wandb begins at step {named['first_step']}")
         return run
 
     def die() -> None:
@@ -68,7 +68,7 @@ def test_wandb_begins_before_the_engines_and_ends_if_they_cannot_start(
 
     with pytest.raises(ProcessLostError):
         execute(SimpleNamespace(start=begin), die)
-    assert log == ["wandb begins", "engines start", "wandb ends"]
+    assert log == ["wandb begins at step 2", "engines start", "wandb ends"]
 
 
 def test_a_key_that_the_server_refuses_starts_no_engine(execute: Callable[[SimpleNamespace, Start], None]) -> None:

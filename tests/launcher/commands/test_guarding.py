@@ -83,6 +83,21 @@ def test_the_engines_of_a_level_differ_only_in_their_formats(write_config: Write
     assert guarded(advised, actions, GuardState(level=5)) is advised
 
 
+def test_a_changed_configuration_leaves_engines_as_the_common_beginning_of_both_ladders_says(
+    write_config: Write, node: NodeResources
+) -> None:
+    run = checked(write_config, node, *ACT, "algorithm.correction.cap=2")
+    actions = ladder_of(run, lambda line: None)
+    state = GuardState(level=3, layers=(2,), actions=actions[:3])
+    assert guarded(run, actions, state).format.bf16_modules == ("*.layers.2.*",)
+    capped = checked(write_config, node, *ACT, "algorithm.correction.cap=1.2")
+    now = ladder_of(capped, lambda line: None)
+    assert [action.kind for action in now] == ["bf16_layers", "overlap", "bf16_rollouts"]
+    assert guarded(capped, now, state) is capped
+    # whose third action is BF16 in all layers
+    assert guarded(capped, now, replace(state, level=2, actions=actions[:2])) is capped
+
+
 def test_engines_that_do_not_fit_are_no_action(write_config: Write, node: NodeResources) -> None:
     run = checked(write_config, node, *ACT)
     full = replace(run, nodes=(replace(node, available_bytes=1),))

@@ -5,6 +5,8 @@ Ray, engines and trainer are stand-ins; the run directory is real.
 """
 
 import json
+import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +22,7 @@ from launcher.commands import run as module
 from launcher.commands.assembly import Shown
 from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.config.loading import load, resolved_yaml
-from launcher.config.schema import RunConfig
+from launcher.config.schema import EvalConfig, RunConfig
 from launcher.endings.kinds import judge
 from launcher.errors import RunDirectoryError
 from launcher.run_dir import stop_request
@@ -28,6 +30,7 @@ from launcher.run_dir.atomic_files import read_rows
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.exported import replace_policy
+from launcher.run_dir.resume import changes_since_last_start
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import write_request
 from megatron_rl.algorithm.guard import Action
@@ -96,14 +99,14 @@ class Machine:
     def evaluate(
         self,
         config: RunConfig,
-        models: Mapping[int, str],
+        models: Mapping[int, evaluation.Weights],
         running: "Machine",
         progress: RunProgress,
         check: Callable[[], None],
     ) -> list[object]:
         for step, model in models.items():
             if step:
-                self.log.append(f"evaluate {(Path(model) / 'model.safetensors').read_text()} as step {step}")
+                self.log.append(f"evaluate {(Path(model.directory) / 'model.safetensors').read_text()} as step {step}")
         return []
 
 
@@ -248,6 +251,67 @@ def test_a_changed_configuration_is_refused_at_any_checkpoint_before_records_are
     assert not (tmp_path / "run" / "metrics.abandoned.jsonl").exists()
 
 
+def test_a_start_without_a_checkpoint_may_change_every_key_and_says_so(
+    write_config: Callable[[str], Path],
+    node: NodeResources,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = load(RunConfig, write_config(""))
+    monkeypatch.setattr(module, "_run", lambda *given: None)
+    monkeypatch.setattr(module, "write_report", lambda run_dir: run_dir / "report.html")
+    module.run(check_run(config, [node]))
+    assert "changed since" not in capsys.readouterr().out, "it is the first start"
+    elsewhere = config.model_copy(update={"run_dir": f"{tmp_path}/./run"})
+    module.run(check_run(elsewhere, [node]))
+    assert "changed since" not in capsys.readouterr().out
+    with RunDirectory(tmp_path / "run") as directory:
+        directory.append_metrics(0, {"a": 1.0})
+    before = config.trainer.optimizer.learning_rate
+    module.run(check_run(load(RunConfig, write_config(""), ["seed=7", "trainer.optimizer.learning_rate=0.5"]), [node]))
+    said = [line.partition("changed since the last start: ")[2] for line in capsys.readouterr().out.splitlines()]
+    assert sorted(filter(None, said)) == [
+        f"seed: {config.seed} -> 7",
+        f"trainer.optimizer.learning_rate: {before} -> 0.5",
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "seed: [", "7"])
+def test_a_saved_configuration_that_cannot_be_read_keeps_no_run_without_a_checkpoint_from_its_start(
+    write_config: Callable[[str], Path], tmp_path: Path, text: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    assert changes_since_last_start(tmp_path, load(RunConfig, write_config(""))) == []
+
+
+def test_the_message_about_a_damaged_checkpoint_leads_to_the_one_before_and_not_to_an_abandoned_course(
+    tmp_path: Path,
+) -> None:
+    """After a return from 300 to 200 by hand, the checkpoint of 300 stays."""
+    folder = tmp_path / "run" / "checkpoints"
+    with RunDirectory(tmp_path / "run") as directory:
+        for step in (100, 200, 300, 250):
+            save(directory, step)
+        (folder / "250" / "state.json").write_text("{")
+        with pytest.raises(
+            RunDirectoryError, match=r"250 has no readable state .*; remove that folder and write"
+        ) as it:
+            resume_point(directory)
+        number, path = re.search(r"write (\d+) into (\S+) to resume", str(it.value)).groups()  # type: ignore[union-attr]
+        shutil.rmtree(folder / "250")
+        Path(path).write_text(f"{number}\n")
+        assert resume_point(directory).first_step == 200
+        for step in (100, 200):
+            shutil.rmtree(folder / str(step), ignore_errors=True)
+        save(directory, 200)
+        (folder / "200" / "state.json").unlink()
+        with pytest.raises(
+            RunDirectoryError, match=rf"no checkpoint before it is left; to begin anew, remove {folder}"
+        ):
+            resume_point(directory)
+
+
 def test_a_run_whose_newest_checkpoint_is_gone_is_refused_and_keeps_its_records(
     write_config: Callable[[str], Path], node: NodeResources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +338,7 @@ def requests(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             write_request(tmp_path / "run", reason="time limit", requeue=True)
 
     def evaluate(
-        config: object, started: object, scorers: object, prompts: object, progress: Progress, *, step: int
+        config: EvalConfig, started: object, scorers: object, prompts: object, progress: Progress, *, step: int
     ) -> list[EvaluationRow]:
         machine.log.append(f"evaluate step {step}")
         progress(0, 2)
@@ -283,8 +347,14 @@ def requests(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         ask(step, "after")
         progress(2, 2)
         figures = {"average": 0.5, "passed": 0.5, "truncated": 0.0, "mean_length": 5.0}
-        counts = {"num_prompts": 2, "samples_per_prompt": 1}
-        return [EvaluationRow(set_name="a", data_source="all", format="bf16", step=step, **counts, **figures)]
+        return [
+            EvaluationRow(
+                **{"set_name": name, "data_source": "all", "format": "bf16", "step": step, "num_prompts": 2},
+                samples_per_prompt=each.samples_per_prompt,
+                **figures,
+            )
+            for name, each in config.sets.items()
+        ]
 
     text = SimpleNamespace(scorers=(), actors=())
     monkeypatch.setattr(module, "evaluate_directories", evaluation.evaluate_directories)
@@ -329,6 +399,38 @@ def test_a_stop_request_after_the_last_evaluation_stops_nothing(
     requests.append((LAST, "after"))
     start(sets=True)
     assert [row["step"] for row in read_rows(tmp_path / "run" / "evaluation.jsonl")] == [0, LAST]
+
+
+def test_a_finished_run_evaluates_sets_at_both_ends_that_have_no_rows_there_with_their_k(
+    start: Start, requests: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    def evaluated() -> list[tuple[str, int, int]]:
+        rows = read_rows(tmp_path / "run" / "evaluation.jsonl")
+        return [(row["set_name"], row["step"], row["samples_per_prompt"]) for row in rows]
+
+    start(sets=True)
+    first = [("a", 0, 1), ("a", LAST, 1)]
+    assert evaluated() == first
+    added = (f"evaluation.sets.b.path={tmp_path / 'set.jsonl'}", "evaluation.sets.b.max_response_tokens=64")
+    assert start(*added, sets=True) == ["evaluate step 0", f"evaluate step {LAST}"]
+    second = [*first, ("b", 0, 1), ("b", LAST, 1)]
+    assert evaluated() == second
+    assert start(*added, sets=True) == []
+    sampled = ("evaluation.sets.a.samples_per_prompt=4", "evaluation.sets.a.temperature=1.0")
+    start(*added, *sampled, sets=True)
+    assert evaluated() == [*second, ("a", 0, 4), ("a", LAST, 4)]
+
+
+def test_a_set_that_only_the_first_weights_have_rows_of_is_evaluated_at_the_end_only(
+    start: Start, requests: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    requests.append((0, "after"))
+    with pytest.raises(StopRequestedError):
+        start(sets=True)
+    added = (f"evaluation.sets.b.path={tmp_path / 'set.jsonl'}", "evaluation.sets.b.max_response_tokens=64")
+    start(*added, sets=True)
+    rows = read_rows(tmp_path / "run" / "evaluation.jsonl")
+    assert [(row["set_name"], row["step"]) for row in rows] == [("a", 0), ("b", 0), ("a", LAST), ("b", LAST)]
 
 
 def test_a_run_whose_report_cannot_be_written_says_so_and_ends_as_usual(

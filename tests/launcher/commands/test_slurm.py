@@ -1,15 +1,18 @@
 """`megatron-rl slurm`, `status` and `stop` as a person calls them; a script stands in for sbatch."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 
 from launcher.checks.health.wandb import KEYS, PLACES
 from launcher.cli import main
+from launcher.cluster.job_folder import VARIABLE, Head, JobFolder
 from launcher.cluster.slurm_script import RecordedTimes
-from launcher.commands import slurm
+from launcher.commands import job_checks, slurm, slurm_job
 from launcher.commands.slurm import recorded_times
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
@@ -48,12 +51,75 @@ def test_a_run_is_submitted_with_what_the_job_needs(
     run_dir = tmp_path / "here"
     assert capsys.readouterr().out.splitlines() == ["job 4711", f"log: {run_dir}/logs/slurm-4711.out"]
     assert (sbatch / "arguments").read_text().splitlines() == ["--parsable", str(run_dir / "slurm" / "job.sbatch")]
-    saved = yaml.safe_load((run_dir / "slurm" / "config.yaml").read_text())
+    script = (run_dir / "slurm" / "job.sbatch").read_text()
+    saved = yaml.safe_load(configuration_of(script).read_text())
     assert (saved["run_dir"], saved["cluster"]["slurm"]["time"]) == (str(run_dir), "1:00:00")
     assert (saved["cluster"]["address"], saved["cluster"]["min_nodes"]) == ("auto", 2)
-    script = (run_dir / "slurm" / "job.sbatch").read_text()
     assert "#SBATCH --nodes=2" in script and "#SBATCH --signal=B:USR1@600" in script
     assert (run_dir / "logs").is_dir()
+
+
+def configuration_of(script: str) -> Path:
+    """The file that a job reads at each of its starts."""
+    (path,) = (line.partition("=")[2] for line in script.splitlines() if line.startswith("config="))
+    return Path(path)
+
+
+def test_what_a_waiting_job_reads_stays_as_it_is_after_other_submissions(
+    write_config: Write, sbatch: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, run_dir = str(write_config(SLURM)), tmp_path / "run"
+
+    def submit(*overrides: str) -> tuple[int, Path]:
+        code = main(["slurm", path, f"run_dir={run_dir}", *overrides])
+        return code, configuration_of((run_dir / "slurm" / "job.sbatch").read_text())
+
+    code, first = submit()
+    assert code == 0
+    waiting = {each: each.read_bytes() for each in first.parent.iterdir()}
+    assert {each.name for each in waiting} == {"config.yaml", "packages.json"}
+    assert submit() == (0, first), "the same content has the same name"
+    code, longer = submit("num_steps=9")
+    assert code == 0 and longer != first and yaml.safe_load(longer.read_text())["num_steps"] == 9
+    (sbatch / "sbatch").write_text("#!/bin/sh\nexit 1\n")
+    assert submit("cluster.slurm.nodes=4", "num_steps=1")[0] == 2
+    monkeypatch.setattr(slurm, "package_versions", lambda: {"torch": "0.0"})
+    other_packages = submit()[1]
+    assert json.loads((other_packages.parent / "packages.json").read_text()) == {"torch": "0.0"}
+    image = ["cluster.slurm.container.kind=pyxis", "cluster.slurm.container.image=/images/rl.sqsh"]
+    assert [each.name for each in submit(*image)[1].parent.iterdir()] == ["config.yaml"]
+    assert {each: each.read_bytes() for each in first.parent.iterdir()} == waiting
+
+
+def test_the_parts_of_a_job_read_the_files_of_their_own_submission(
+    write_config: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    submissions = tmp_path / "run" / "slurm"
+    for name, version in (("first", "1.0"), ("second", "2.0")):
+        (submissions / name).mkdir(parents=True)
+        (submissions / name / "config.yaml").write_text(write_config(SLURM).read_text())
+        (submissions / name / "packages.json").write_text(json.dumps({"torch": version}))
+    monkeypatch.setenv(VARIABLE, str(submissions / "7.0"))
+    seen: list[tuple[object, Path]] = []
+
+    def part(config: RunConfig, folder: JobFolder) -> int:
+        seen.append((job_checks._needs(config, folder).packages, folder.config))
+        return 0
+
+    monkeypatch.setattr(slurm_job, "PARTS", {"check": part})
+    config = submissions / "first" / "config.yaml"
+    assert slurm_job.main(["check", str(config)]) == 0
+    assert seen == [({"torch": "1.0"}, config)]
+    lines: list[list[str]] = []
+
+    def popen(line: list[str], env: object) -> SimpleNamespace:
+        lines.append(line)
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(slurm_job.subprocess, "Popen", popen)
+    folder = JobFolder(path=submissions / "7.0", config=config)
+    assert slurm_job._run(folder, Head(address="10.0.0.1", port=1, ready_port=2), first_step=0) == 0
+    assert lines[0][1:] == ["-m", "launcher", "run", str(config)]
 
 
 def test_a_resubmitted_run_gets_its_notice_from_the_recorded_times(
@@ -123,12 +189,12 @@ def test_a_resume_with_another_seed_is_refused_before_anything_is_written(
     path = str(write_config(SLURM))
     assert main(["slurm", path, "seed=7"]) == 0, "there is no checkpoint to resume"
     assert main(["slurm", path]) == 0
-    saved, script = started.path / "slurm" / "config.yaml", (sbatch / "arguments").read_text()
+    script, submitted = (sbatch / "arguments").read_text(), (started.path / "slurm" / "job.sbatch").read_text()
     (sbatch / "arguments").unlink()
     save(started)
     assert main(["slurm", path, "seed=7"]) == 2
     assert "holds a run with another configuration: seed: 0 -> 7" in capsys.readouterr().err
-    assert yaml.safe_load(saved.read_text())["seed"] == 0 and not (sbatch / "arguments").exists()
+    assert (started.path / "slurm" / "job.sbatch").read_text() == submitted and not (sbatch / "arguments").exists()
     assert main(["slurm", path, "num_steps=9"]) == 0
     assert (sbatch / "arguments").read_text() == script
 

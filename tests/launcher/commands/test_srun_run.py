@@ -1,12 +1,14 @@
 """A SLURM step that a person starts: one task on each node, and the configuration of its nodes."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from launcher.cluster.job_folder import VARIABLE
+from launcher.cluster.job_folder import VARIABLE, JobFolder
+from launcher.cluster.node import NodeResources, package_versions
 from launcher.cluster.slurm_step import SlurmStep, has_several_tasks
 from launcher.commands import srun_run
 from launcher.commands.srun_run import _config_of_step
@@ -51,6 +53,26 @@ def test_a_refused_run_ends_the_other_tasks_at_once(config: RunConfig, monkeypat
         srun_run.run_as_task(config)
     monkeypatch.setattr(SlurmStep, "of_this_process", lambda node: replace(STEP, is_first=False))
     assert srun_run.run_as_task(config) == 0
+
+
+def test_packages_for_cpus_on_a_node_with_gpus_are_refused(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with_gpus = NodeResources(cpu_cores=64, available_bytes=1 << 40, gpu_bytes=(80 << 30,) * 8)
+    monkeypatch.setattr(srun_run, "node_resources", lambda: with_gpus)
+    monkeypatch.setattr(srun_run, "package_versions", lambda: {"torch": "2.13.0+cpu"})
+    folder = JobFolder(path=tmp_path / "step", config=tmp_path / "step" / "run.yaml")
+    with pytest.raises(ConfigError, match=r"this machine has 8 GPU\(s\), but torch 2\.13\.0\+cpu of this environment"):
+        srun_run._first(_config_of_step(config, STEP), folder, STEP)
+    assert not folder.path.exists()
+
+
+def test_a_step_changes_no_file_that_a_waiting_job_reads(config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "slurm" / STEP.name
+    srun_run._write_files(config, JobFolder(path=path, config=path / "config.yaml"), STEP)
+    assert load(RunConfig, path / "config.yaml") == config
+    assert json.loads((path / "packages.json").read_text()) == package_versions()
+    assert [each.name for each in path.parent.iterdir()] == [STEP.name]
 
 
 def test_a_step_of_one_task_runs_as_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from rollout.failures import (
     PlacedError,
     ProcessLostError,
     RewardBrokenError,
+    UnusableDeviceError,
     brief,
 )
 
@@ -65,11 +66,12 @@ TRAINER = Place(role="trainer", ranks=(1,))
         (DeadlineError("rank(s) [1] had not returned after 3 s"), Ending.DEADLINE),
         (RewardBrokenError("x.y has failed"), Ending.REWARD_BROKEN),
         (remote(RewardBrokenError("x.y has failed")), Ending.REWARD_BROKEN),
+        (caused(CallError("trainer.join failed", TRAINER), remote(UnusableDeviceError("x"))), Ending.USER_INPUT),
         (OSError(errno.ENOSPC, "No space left on device", "/runs/a/metrics.jsonl"), Ending.UNWRITABLE),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), Ending.UNWRITABLE),
         (OSError(errno.EROFS, "Read-only file system", "/runs/a/events.jsonl"), Ending.UNWRITABLE),
-        (PermissionError(errno.EACCES, "Permission denied", "/runs/a"), Ending.UNWRITABLE),
-        (remote(PermissionError(errno.EPERM, "Operation not permitted", "/runs/a/LOCK")), Ending.UNWRITABLE),
+        (PermissionError(errno.EACCES, "Permission denied", "/runs/a"), Ending.NOT_PERMITTED),
+        (remote(PermissionError(errno.EPERM, "Operation not permitted", "/runs/a/LOCK")), Ending.NOT_PERMITTED),
         (PermissionError(errno.EPERM, "Operation not permitted"), Ending.DEFECT),  # a signal, not a file
         (CallError("trainer.save failed on rank 0: Stale file handle", TRAINER), Ending.UNWRITABLE),
         (
@@ -132,7 +134,16 @@ def test_exit_codes_differ_and_each_kind_but_one_has_advice() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [CallError, ProcessLostError, EnginesLostError, DeadlineError, RewardBrokenError, PublishRefusedError]
+    "kind",
+    [
+        CallError,
+        ProcessLostError,
+        EnginesLostError,
+        DeadlineError,
+        RewardBrokenError,
+        UnusableDeviceError,
+        PublishRefusedError,
+    ],
 )
 def test_failures_are_pickled_with_their_place(kind: type[PlacedError]) -> None:
     there = pickle.loads(pickle.dumps(kind("what", Place(role="engine", ranks=(3,), node="10.0.0.7"))))
@@ -179,6 +190,24 @@ def test_the_screen_shows_error_place_saved_state_advice_and_log(
         assert part in text, text
     log = (tmp_path / "run" / "logs" / "driver-0.log").read_text()
     assert "the remote frames" in log and "PublishRefusedError" in log
+
+
+def test_the_screen_of_a_file_without_rights_names_it_and_speaks_of_no_full_disk() -> None:
+    verdict = judge(remote(PermissionError(errno.EACCES, "Permission denied", "/data/train.jsonl")))
+    text = " ".join(screen(verdict, command="sft", saved=saved_work(None), log="/tmp/x.log").split())
+    assert "the rights to a file are missing (exit code 10)" in text
+    assert "what Permission denied: /data/train.jsonl" in text and "Give this user the rights to the file" in text
+    assert "disk" not in text and "space" not in text
+
+
+def test_the_screen_of_a_device_that_torch_cannot_use_names_rank_and_fix(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = "trainer rank 1 is placed on GPU 3, which torch cannot use; use the environment of `make setup-cuda`"
+    error = caused(CallError(f"trainer.join failed on rank 1 of 2: {said}", TRAINER), remote(UnusableDeviceError(said)))
+    assert conclude(error, Command(name="run", run_dir=run_directory(tmp_path / "run"))) == 2
+    shown = " ".join(capsys.readouterr().err.split())
+    assert said in shown and "where trainer rank 1" in shown and "Traceback" not in shown
 
 
 def test_the_screen_of_a_long_error_is_short_and_narrow() -> None:

@@ -85,3 +85,27 @@ def test_selective_recomputation_of_fused_attention_causes_a_warning() -> None:
     assert "compute capability 8.0" in found and "`flash-attn`" in found
     (found,) = attention_warnings(FP32, hopper)
     assert "`trainer.dtype` = fp32" in found
+
+
+def test_fp32_is_to_become_bf16_only_where_that_fuses_attention() -> None:
+    def fix(capability: tuple[int, int], flash_attention: str = "") -> str:
+        node = replace(GPU, gpu_capability=capability)
+        (found,) = attention_warnings(FP32, node, flash_attention=flash_attention)
+        return found.partition("pair of positions")[2]
+
+    assert fix((9, 0)) == fix((8, 0), "2.8.3") == "; set it to bf16 for fused attention"
+    needed = "; set it to bf16 and install `flash-attn` {} to 2.8.3 on every node for fused attention"
+    assert fix((8, 0)) == fix((8, 0), "2.1.0") == needed.format("2.1.1")
+    assert fix((12, 0)) == needed.format("2.7.3")
+    assert fix((7, 5)) == ""
+
+
+def test_an_unknown_flash_attention_counts_as_installed_and_is_named() -> None:
+    ampere, turing = (replace(GPU, gpu_capability=capability) for capability in ((8, 0), (7, 5)))
+    assert trainer_kernels(BF16, ampere, flash_attention=None) == "fused"
+    assert trainer_kernels(BF16, turing, flash_attention=None) == "unfused"
+    assert trainer_kernels(FP32, ampere, flash_attention=None) == "unfused"
+    for trainer in (BF16, TrainerConfig(recompute="selective")):
+        (found,) = attention_warnings(trainer, ampere, flash_attention=None)
+        assert "`flash-attn` 2.1.1 to 2.8.3" in found and "packages of the container are unknown" in found
+    assert attention_warnings(BF16, replace(GPU, gpu_capability=(9, 0)), flash_attention=None) == []

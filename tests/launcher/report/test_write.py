@@ -1,8 +1,10 @@
+import json
 import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from history.drafting.stats import SOURCES, DraftStats
@@ -10,12 +12,14 @@ from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.report.run_timeline import Step
 from launcher.report.timeline_section import last_steps
-from launcher.report.write import main, write_report
+from launcher.report.write import main, read_record, write_report
 from launcher.run_dir.atomic_files import replace_rows
 from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.forward_traces import append_forwards
 from megatron_rl.weights.quantization_stats import QuantizationStats, code_metrics
 from rollout.evaluation import EvaluationRow
-from tests.support.runs.synthetic_run import NUM_ENGINES, write_run
+from rollout.tracing.engine_speed import fit_speed
+from tests.support.runs.synthetic_run import NUM_ENGINES, ORIGIN_S, decode, write_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -104,6 +108,58 @@ def test_the_report_shows_accuracy_per_format_and_escapes_model_output(tmp_path:
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in text
 
 
+def row(step: int, average: float, *, k: int, num_prompts: int = 30) -> dict[str, object]:
+    counts = {"num_prompts": num_prompts, "samples_per_prompt": k}
+    figures = {"average": average, "passed": average, "truncated": 0.0, "mean_length": 20.0}
+    return EvaluationRow(set_name="aime", data_source="all", format="bf16", step=step, **counts, **figures).as_row()
+
+
+def test_evaluations_with_another_k_or_number_of_prompts_are_compared_neither_in_figures_nor_in_curves(
+    tmp_path: Path,
+) -> None:
+    rows = [row(0, 0.2, k=4), row(100, 0.3, k=4), row(200, 0.8, k=16), row(150, 0.5, k=16)]
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, {})
+        run.append_evaluation(rows)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    tiles = re.findall(r'<div class="value">(.*?)</div><div class="note">(.*?)</div>', text)
+    assert tiles == [
+        ("20.0 → 30.0 %", "+10.0 points of avg@4, 0 to 100 steps"),
+        ("50.0 → 80.0 %", "+30.0 points of avg@16, 150 to 200 steps"),
+    ]
+    cells = re.findall(r"<td.*?>(.*?)</td>", text)
+    assert [cells[at : at + 7] for at in (2, 13)] == [
+        ["30", "4", "0 → 100", "0.200", "0.300", "+10.0", "0.200"],
+        ["30", "16", "150 → 200", "0.500", "0.800", "+30.0", "0.500"],
+    ]
+    assert "<svg" not in text, "no curve has three points"
+    with RunDirectory(tmp_path) as run:
+        run.append_evaluation([row(50, 0.25, k=4), row(250, 0.9, k=16, num_prompts=8)])
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r"</i>(aime.*?) <b>", text) == ["aime (bf16, avg@4, 30 prompts)"]
+
+
+def test_evaluations_of_a_single_step_are_no_section(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, {})
+        run.append_evaluation([row(200, 0.8, k=4)])
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "Evaluation" not in text and "points of" not in text
+
+
+def test_samples_of_steps_that_a_resume_takes_again_are_not_shown(tmp_path: Path) -> None:
+    """The course that had these steps ended; its files stay until the steps are taken again."""
+    fill(tmp_path / "run")
+    with RunDirectory(tmp_path / "run") as run:
+        run.resume_at(4)
+    assert list(read_record(tmp_path / "run").samples) == [0, 3]
+    text = write_report(tmp_path / "run").read_text(encoding="utf-8")
+    assert re.findall(r"<h3>(.*?)</h3>", text) == ["step 1", "step 4"]
+    with RunDirectory(tmp_path / "run") as run:
+        run.resume_at(0)
+    assert read_record(tmp_path / "run").samples == {}
+
+
 def test_charts_without_recorded_metrics_are_left_out(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.append_metrics(0, {"reward/mean": 0.5})
@@ -175,6 +231,62 @@ def test_missing_parts_of_a_timeline_are_reported_in_a_sentence(tmp_path: Path) 
         path.unlink()
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "No forwards of engines were recorded" in text and ">trains<" in text
+
+
+def write_starts(path: Path) -> None:
+    """Four engines take two steps; a minute later, two slower engines with fewer requests take four.
+
+    The trainer trains for three seconds of each step, after all forwards.
+    """
+    now = ORIGIN_S
+    with RunDirectory(path) as run:
+        for step, (num_engines, slots, slow) in enumerate([(4, 64, 1.0)] * 2 + [(2, 16, 3.0)] * 4):
+            if step == 2:
+                now += 60.0
+            began = now
+            run.record_span("trainer", "train", began + 24.0, began + 27.0)
+            for engine in range(num_engines):
+                forwards = decode(began, np.full(128, 30), slots)
+                forwards["started_at_s"] = began + (forwards["started_at_s"] - began) * slow
+                forwards["seconds"] *= slow
+                append_forwards(path / "traces", engine, forwards)
+            now = began + 30.0
+            run.append_metrics(step, {"timeline/elapsed_s": now - began, "timing_s/step": now - began, "time_s": now})
+
+
+def test_engines_of_an_earlier_start_have_no_lane_and_no_waits_later(tmp_path: Path) -> None:
+    write_starts(tmp_path)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert re.findall(r"<span>(engine \d)</span>", text) == ["engine 0", "engine 1"]
+    assert "2 of 4 engines ran no forward in these steps and have no lane." in text
+    trace = json.loads((tmp_path / "timeline.json").read_text(encoding="utf-8"))
+    trained = {
+        row: [
+            event["ts"] for event in trace["traceEvents"] if event["tid"] == row and event["name"] == "waits: trainer"
+        ]
+        for row in range(4)
+    }
+    assert [len(waits) for waits in trained.values()] == [6, 6, 2, 2]
+
+
+def test_the_speed_is_that_of_the_engines_since_the_last_start(tmp_path: Path) -> None:
+    write_starts(tmp_path)
+    speed = read_record(tmp_path).timeline.speed
+    assert speed is not None and speed.saturated_requests == 16
+    forwards = decode(ORIGIN_S, np.full(128, 30), 16)
+    forwards["seconds"] *= 3.0
+    assert speed == fit_speed(np.tile(forwards, 8))
+
+
+def test_too_few_forwards_since_the_last_start_give_no_speed(tmp_path: Path) -> None:
+    """Those of earlier starts may be of other engines."""
+    with RunDirectory(tmp_path) as run:
+        for step, begin_s in enumerate((ORIGIN_S, ORIGIN_S + 100.0)):
+            append_forwards(tmp_path / "traces", 0, decode(begin_s, np.full(64, 100 if step == 0 else 9)))
+            run.append_metrics(step, {"timing_s/step": 20.0, "time_s": begin_s + 20.0})
+    found = read_record(tmp_path).timeline
+    assert found.speed is None
+    assert "9 forwards since the last start are too few to fit the speed of the engines." in found.notes
 
 
 def test_steps_before_and_after_a_long_pause_are_not_drawn_together() -> None:

@@ -1,4 +1,5 @@
 import io
+import re
 
 from rich.console import Console
 
@@ -20,14 +21,16 @@ METRICS = {
 }
 
 
-def row(step: int, average: float, weight_format: str = "bf16", source: str = "all") -> EvaluationRow:
+def row(
+    step: int, average: float, weight_format: str = "bf16", source: str = "all", *, k: int = 1, num_prompts: int = 512
+) -> EvaluationRow:
     return EvaluationRow(
         set_name="held_out",
         data_source=source,
         format=weight_format,
         step=step,
-        num_prompts=512,
-        samples_per_prompt=1,
+        num_prompts=num_prompts,
+        samples_per_prompt=k,
         average=average,
         passed=average,
         truncated=0.0,
@@ -76,8 +79,28 @@ def test_the_table_separates_bf16_from_8_bit_rows_with_bf16_first() -> None:
 
 
 def test_whole_sets_are_listed_before_their_data_sources() -> None:
-    rows = [row(0, 0.1, source="b"), row(0, 0.2), row(0, 0.3, source="a")]
+    rows = [row(step, 0.1, source=source) for step in (0, 9) for source in ("b", "all", "a")]
     assert [one.label for one in changes(rows)] == ["held_out", "held_out/a", "held_out/b"]
+
+
+def test_the_table_compares_no_evaluations_of_another_k_or_number_of_prompts_and_names_both_steps() -> None:
+    rows = [row(0, 0.6, num_prompts=8, k=4), row(0, 0.2, k=4), row(100, 0.3, k=4)]
+    rows += [row(200, 0.8, k=16), row(150, 0.5, k=16)]
+    console, text = plain()
+    RunProgress(200, console).table(rows)
+    lines = [" ".join(line.split()) for line in text.getvalue().splitlines() if "held_out" in line]
+    assert [re.findall(r"(\d+) │ 512 │ (\d+ -> \d+) │ (0.\d+) │ (0.\d+)", line) for line in lines] == [
+        [("4", "0 -> 100", "0.200", "0.300")],
+        [("16", "150 -> 200", "0.500", "0.800")],
+    ]
+
+
+def test_an_evaluation_of_a_single_step_is_not_compared_with_itself() -> None:
+    rows = [row(200, 0.8), row(200, 0.8, "int8"), row(0, 0.4, "int8")]
+    assert [one.before.format for one in changes(rows)] == ["int8"]
+    console, text = plain()
+    RunProgress(200, console).table(rows[:2])
+    assert text.getvalue() == ""
 
 
 def test_output_without_a_terminal_has_lines_and_no_control_characters() -> None:

@@ -23,11 +23,6 @@ def test_the_mark_is_there_with_the_weights_and_a_failed_export_leaves_the_one_b
     (tmp_path / f"{POLICY}.partial").mkdir()  # of a start that was killed
     replace_policy(tmp_path, 2, write("two"))
     assert (exported_step(target), (target / "weights").read_text()) == (2, "two")
-
-    def fail(path: str) -> None:
-        Path(path).mkdir()
-        raise OSError("no space left on device")
-
     with pytest.raises(OSError, match="no space"):
         replace_policy(tmp_path, 3, fail)
     assert (exported_step(target), (target / "weights").read_text()) == (2, "two")
@@ -36,24 +31,108 @@ def test_the_mark_is_there_with_the_weights_and_a_failed_export_leaves_the_one_b
     assert [path.name for path in tmp_path.iterdir()] == [POLICY]
 
 
-def test_a_mark_goes_before_the_weights_that_it_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start that is killed while it removes an earlier export leaves no folder that seems whole."""
+def test_an_export_is_whole_if_its_start_is_killed_while_it_removes_the_earlier_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, remove = tmp_path / POLICY, shutil.rmtree
-    replace_policy(tmp_path, 3, write("old"))
+    replace_policy(tmp_path, 2, write("old"))
 
     def killed(path: Path, ignore_errors: bool = False) -> None:
-        if path == target:
-            (target / "weights").unlink()
+        if (path / "weights").exists() and (path / "weights").read_text() == "old":
+            (path / "weights").unlink()
             raise KeyboardInterrupt
         remove(path, ignore_errors=ignore_errors)
 
     monkeypatch.setattr(shutil, "rmtree", killed)
     with pytest.raises(KeyboardInterrupt):
         replace_policy(tmp_path, 3, write("new"))
-    assert exported_step(target) is None
+    assert (exported_step(target), (target / "weights").read_text()) == (3, "new")
     monkeypatch.setattr(shutil, "rmtree", remove)
+    replace_policy(tmp_path, 4, write("newer"))
+    assert (exported_step(target), (target / "weights").read_text()) == (4, "newer")
+    assert [path.name for path in tmp_path.iterdir()] == [POLICY]
+
+
+def stop_next_rename_to(name: str, error: BaseException, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next rename to `name` raises `error` and does nothing."""
+    rename, left = Path.rename, [error]
+
+    def stopped(path: Path, target: Path) -> Path:
+        if Path(target).name == name and left:
+            raise left.pop()
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", stopped)
+
+
+def fail(path: str) -> None:
+    Path(path).mkdir()
+    raise OSError("no space left on device")
+
+
+def test_an_interruption_between_the_renames_leaves_the_new_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, rename = tmp_path / POLICY, Path.rename
+    replace_policy(tmp_path, 2, write("old"))
+
+    def interrupted(path: Path, new: Path) -> Path:
+        renamed = rename(path, new)
+        if path == target:
+            raise KeyboardInterrupt
+        return renamed
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        replace_policy(tmp_path, 3, write("new"))
+    assert (exported_step(target), (target / "weights").read_text()) == (3, "new")
+    assert [path.name for path in tmp_path.iterdir()] == [POLICY]
+
+
+def test_a_replacement_killed_between_the_renames_is_finished_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / POLICY
+    replace_policy(tmp_path, 2, write("old"))
+    stop_next_rename_to(POLICY, KeyboardInterrupt(), monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        replace_policy(tmp_path, 3, write("new"))
+    assert not target.exists()
+    with pytest.raises(OSError, match="no space"):
+        replace_policy(tmp_path, 4, fail)
+    assert (exported_step(target), (target / "weights").read_text()) == (3, "new")
+    stop_next_rename_to(POLICY, KeyboardInterrupt(), monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        replace_policy(tmp_path, 5, write("later"))
+    forget_policy(tmp_path, 4)
+    assert exported_step(target) is None and (target / "weights").read_text() == "later"
+    assert {path.name for path in tmp_path.iterdir()} == {POLICY}
+
+
+def test_the_earlier_export_returns_if_the_new_one_cannot_take_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / POLICY
+    replace_policy(tmp_path, 2, write("old"))
+    stop_next_rename_to(POLICY, OSError("stale file handle"), monkeypatch)
+    with pytest.raises(OSError, match="stale file handle"):
+        replace_policy(tmp_path, 3, write("new"))
+    assert (exported_step(target), (target / "weights").read_text()) == (2, "old")
     replace_policy(tmp_path, 3, write("new"))
     assert (exported_step(target), (target / "weights").read_text()) == (3, "new")
+
+
+def test_what_is_left_of_an_earlier_export_never_takes_the_place_of_a_removed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, remove = tmp_path / POLICY, shutil.rmtree
+    replace_policy(tmp_path, 2, write("old"))
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors=False: None)  # files are open elsewhere
+    replace_policy(tmp_path, 3, write("new"))
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    remove(target)
+    forget_policy(tmp_path, 3)
+    assert not list(tmp_path.iterdir())
 
 
 def test_all_of_an_export_is_on_disk_before_it_gets_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

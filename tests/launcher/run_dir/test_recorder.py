@@ -19,7 +19,7 @@ from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.recorder import RunRecorder
 from launcher.run_dir.saves import Saves
 from launcher.run_dir.status import StatusFile
-from launcher.run_dir.wandb import Tracker
+from launcher.run_dir.wandb import Tracked, Tracker
 from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.config import CheckpointConfig
 from rollout.evaluation import EvaluationRow
@@ -106,7 +106,7 @@ def recorder_of(
     (directory.path / "wandb").mkdir(exist_ok=True)
     return RunRecorder(
         directory,
-        tracker or Tracker(run, directory.path / "wandb" / "tracking.json", -1, "x"),
+        tracker or Tracker(run, directory.path / "wandb" / "tracking.json", Tracked(run_id="x")),
         progress,
         status=StatusFile(run_dir=directory.path, num_steps=2, step=0),
         text_actor=TextActor(),
@@ -185,7 +185,7 @@ def test_a_finished_run_that_gets_more_steps_logs_each_of_them(
     monkeypatch.setattr(tracking, "_begin", lambda *_: run)
     with RunDirectory(tmp_path / "run") as directory:
         for first in (0, 2):
-            tracker = Tracker.start(WandbConfig(), directory.path, {})
+            tracker = Tracker.start(WandbConfig(), directory.path, {}, first_step=first)
             recorder = recorder_of(directory, run, RunProgress(4), tracker=tracker)
             for step in (first, first + 1):
                 recorder.on_step(step, {"reward/mean": step / 10, "timing_s/step": 1.0}, [])

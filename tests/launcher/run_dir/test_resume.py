@@ -55,6 +55,40 @@ def test_the_decaying_learning_rate_of_a_critic_is_reported_too(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "consequence"),
+    [
+        ({}, ""),
+        ({"decay": "cosine"}, " (the learning rate keeps its place in the run and decays until step 3)"),
+        (
+            {"decay": "linear", "decay_steps": 9},
+            " (trainer.optimizer.decay_steps = 9 counts optimizer steps, now 8 a step)",
+        ),
+    ],
+)
+def test_other_optimizer_steps_of_a_step_are_reported_with_what_they_do_to_the_rate(
+    tmp_path: Path, optimizer: dict[str, object], consequence: str
+) -> None:
+    parts = {"trainer": {"optimizer": optimizer}}
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config(**parts)))
+    now = run_config(algorithm={"num_mini_batches": 4, "num_epochs": 2, "prompts_per_step": 4}, **parts)
+    lines = changed_keys(tmp_path, now)
+    assert f"algorithm.num_mini_batches: 1 -> 4{consequence}" in lines
+    assert f"algorithm.num_epochs: 1 -> 2{consequence}" in lines
+
+
+def test_changed_warm_ups_and_starts_of_coefficients_are_reported_with_what_they_do(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config()))
+    now = run_config(
+        trainer={"optimizer": {"warmup_steps": 5}},
+        algorithm={"kl": {"place": "loss", "coefficient": 0.05, "target": 0.1}, "entropy": {"coefficient": 0.01}},
+    )
+    lines = changed_keys(tmp_path, now)
+    assert "trainer.optimizer.warmup_steps: 0 -> 5 (a warm-up that is over stays over)" in lines
+    assert "algorithm.kl.coefficient: 0.001 -> 0.05 (the adaptive coefficient begins anew there)" in lines
+    assert "algorithm.entropy.coefficient: 0.0 -> 0.01" in lines
+
+
+@pytest.mark.parametrize(
     "parts", [{"seed": 1}, {"model": "other"}, {"data": {"train": [{"path": "z.jsonl"}]}}, {"deterministic": True}]
 )
 def test_a_forbidden_change_of_configuration_is_refused_naming_both_values(

@@ -1,12 +1,13 @@
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 
 import pytest
 from wandb.errors import AuthenticationError, UsageError
@@ -53,11 +54,11 @@ def logged_steps(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[st
 
 def test_an_offline_run_resumed_keeps_its_id_and_logs_no_step_twice(tmp_path: Path) -> None:
     sample = {"prompt": "1 + 1", "response": "2", "reward": 1.0, "ground_truth": "2", "length": 1, "versions": [0]}
-    first = Tracker.start(WandbConfig(), tmp_path, {"seed": 0})
+    first = Tracker.start(WandbConfig(), tmp_path, {"seed": 0}, first_step=0)
     for step in range(3):
         assert first.log_step(step, {"reward/mean": step / 10}, [sample])
     first.finish()
-    resumed = Tracker.start(WandbConfig(), tmp_path, {"seed": 0})
+    resumed = Tracker.start(WandbConfig(), tmp_path, {"seed": 0}, first_step=1)
     assert resumed.run_id == first.run_id
     assert [resumed.log_step(step, {"reward/mean": 1.0}) for step in range(1, 5)] == [False, False, True, True]
     resumed.finish()
@@ -76,7 +77,7 @@ def test_a_run_whose_server_cannot_be_reached_goes_on_offline(tmp_path: Path, mo
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")
     monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
     said: list[str] = []
-    tracker = Tracker.start(WandbConfig(mode="online"), tmp_path, {}, say=said.append)
+    tracker = Tracker.start(WandbConfig(mode="online"), tmp_path, {}, first_step=0, say=said.append)
     assert len(said) == 1 and "wandb cannot be reached" in said[0] and "wandb sync" in said[0]
     assert tracker.log_step(0, {"reward/mean": 1.0})
     tracker.finish()
@@ -91,7 +92,8 @@ from launcher.run_dir import wandb as tracking
 
 tracking.FINISH_TIMEOUT_S = 2.0
 run_dir, row = Path(sys.argv[1]), {"prompt": "1 + 1", "response": "2"}
-tracker = tracking.Tracker.start(WandbConfig(mode="online"), run_dir, {}, say=lambda line: print("SAID", line))
+say = lambda line: print("SAID", line)
+tracker = tracking.Tracker.start(WandbConfig(mode="online"), run_dir, {}, first_step=0, say=say)
 tracker.log_step(0, {"reward/mean": 0.0})
 print("READY", tracker.run_id, flush=True)
 input()
@@ -158,11 +160,19 @@ class FakeRun:
             raise self.error
 
 
-def tracked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: FakeRun) -> tuple[Tracker, list[str]]:
+def tracked(
+    run_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    run: FakeRun,
+    *,
+    first_step: int = 0,
+    settings: Mapping[str, object] = MappingProxyType({"seed": 0}),
+) -> tuple[Tracker, list[str]]:
+    """A start of the run in `run_dir`, and what it says."""
     said: list[str] = []
     monkeypatch.setattr(tracking, "_begin", lambda *_: run)
     monkeypatch.setattr(tracking, "time", SimpleNamespace(monotonic=lambda: 1e5 + run.now_s))
-    return Tracker.start(WandbConfig(), tmp_path, {}, say=said.append), said
+    return Tracker.start(WandbConfig(), run_dir, settings, first_step=first_step, say=said.append), said
 
 
 def test_a_run_goes_on_without_wandbs_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,11 +211,99 @@ def test_the_evaluation_after_the_last_step_is_logged_once_and_does_not_count_as
     run = FakeRun()
     tracker, _ = tracked(tmp_path, monkeypatch, run)
     assert tracker.log_step(0, {}) and tracker.log_evaluation(1, {"eval/a": 0.5})
-    resumed, _ = tracked(tmp_path, monkeypatch, run)
+    resumed, _ = tracked(tmp_path, monkeypatch, run, first_step=1)
     assert not resumed.log_evaluation(1, {"eval/a": 0.5})
+    assert resumed.run_id == tracker.run_id
     assert [resumed.log_step(step, {}) for step in (0, 1)] == [False, True]
     assert not resumed.log_evaluation(1, {"eval/a": 0.5})
     assert [step for step, _ in run.steps] == [0, 1, 1]
+
+
+OTHER_RATE: Mapping[str, object] = {"trainer": {"optimizer": {"learning_rate": 1e-6}}}
+
+
+def logged(tracker: Tracker, steps: range) -> list[bool]:
+    return [tracker.log_step(step, {"reward/mean": 0.1}) for step in steps]
+
+
+def test_a_run_that_starts_from_its_first_weights_again_is_another_one_in_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Model, data or reward function may be other ones, also under the same configuration."""
+    first, said = tracked(tmp_path, monkeypatch, FakeRun())
+    unlogged, said_then = tracked(tmp_path, monkeypatch, FakeRun(), settings={"seed": 1})
+    assert unlogged.run_id == first.run_id and said == said_then == [], "no step is repeated"
+    assert all(logged(unlogged, range(4)))
+    again, said = tracked(tmp_path, monkeypatch, FakeRun(), settings={"seed": 1})
+    assert again.run_id != first.run_id and all(logged(again, range(4)))
+    assert said == [
+        f"wandb: run {again.run_id} begins, and {first.run_id} is not continued: "
+        "the run starts from its first weights again"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("first_step", "changed", "continues"),
+    [
+        (2, {}, True),
+        (2, OTHER_RATE, False),
+        (3, OTHER_RATE, False),
+        (4, OTHER_RATE, True),
+        (2, {"engine": {"format": "int8", "num_engines": 2}}, False),
+        (2, {"engine": {"format": "bf16", "num_engines": 8}, "run_dir": "/other", "cluster": {"min_nodes": 2}}, True),
+    ],
+    ids=[
+        *("as it was", "other rate", "other rate, last step", "other rate, no step repeated", "other format"),
+        "other engines and place",
+    ],
+)
+def test_steps_that_another_configuration_repeats_go_to_another_run_in_wandb(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first_step: int, changed: Mapping[str, object], continues: bool
+) -> None:
+    engines: Mapping[str, object] = {"format": "bf16", "num_engines": 2}
+    settings = {"trainer": {"optimizer": {"learning_rate": 1e-5}}, "run_dir": "run", "engine": engines}
+    first, _ = tracked(tmp_path, monkeypatch, FakeRun(), settings=settings)
+    assert all(logged(first, range(4)))
+    dead, _ = tracked(tmp_path, monkeypatch, FakeRun(), first_step=4, settings=settings | changed)
+    assert dead.run_id == first.run_id, "it dies before its first step, and leaves the rows as they are"
+    second, said = tracked(tmp_path, monkeypatch, FakeRun(), first_step=first_step, settings=settings | changed)
+    assert logged(second, range(first_step, 6)) == [not continues or step > 3 for step in range(first_step, 6)]
+    assert (second.run_id == first.run_id) is continues and bool(said) is not continues
+    if said:
+        assert said[0].endswith(f"steps {first_step} to 3 are repeated, and what they learn is configured anew")
+    third, said = tracked(tmp_path, monkeypatch, FakeRun(), first_step=5, settings=settings | changed)
+    assert third.run_id == second.run_id and said == [], "the same configuration repeats a step of its own"
+
+
+def test_a_copy_of_a_run_directory_is_another_run_in_wandb_but_a_moved_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = tracked(tmp_path / "run", monkeypatch, FakeRun())
+    assert all(logged(first, range(4)))
+    shutil.copytree(tmp_path / "run", tmp_path / "branch")
+    branch, said = tracked(tmp_path / "branch", monkeypatch, FakeRun(), first_step=4)
+    assert branch.run_id != first.run_id and all(logged(branch, range(4, 6)))
+    assert said[0].endswith(f"is not continued: the run directory is a copy of {tmp_path / 'run'}")
+    resumed, said = tracked(tmp_path / "branch", monkeypatch, FakeRun(), first_step=5)
+    assert resumed.run_id == branch.run_id and said == []
+    (tmp_path / "run").rename(tmp_path / "moved")
+    moved, said = tracked(tmp_path / "moved", monkeypatch, FakeRun(), first_step=4)
+    assert moved.run_id == first.run_id and said == []
+    state = tmp_path / "moved" / "wandb" / "tracking.json"
+    remounted = json.loads(state.read_text()) | {"path": str(tmp_path / "moved"), "inode": 0}
+    state.write_text(json.dumps(remounted))
+    resumed, said = tracked(tmp_path / "moved", monkeypatch, FakeRun(), first_step=4)
+    assert resumed.run_id == first.run_id and said == []
+
+
+def test_a_run_whose_record_is_of_an_older_version_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wandb").mkdir()
+    (tmp_path / "wandb" / "tracking.json").write_text('{"run_id": "ab12", "last_step": 3, "last_evaluation": -1}\n')
+    resumed, said = tracked(tmp_path, monkeypatch, FakeRun(), first_step=2)
+    assert resumed.run_id == "ab12" and said == []
+    assert logged(resumed, range(2, 6)) == [False, False, True, True]
 
 
 @pytest.mark.parametrize("refusal", [UsageError("No API key configured."), AuthenticationError("the key is wrong")])
@@ -217,11 +315,11 @@ def test_an_online_run_without_a_good_key_is_refused(
 
     monkeypatch.setattr(tracking, "_begin", refuse)
     with pytest.raises(ConfigError, match=rf"`wandb\.mode` = online: {refusal}.*wandb login"):
-        Tracker.start(WandbConfig(mode="online"), tmp_path / "run", {})
+        Tracker.start(WandbConfig(mode="online"), tmp_path / "run", {}, first_step=0)
 
 
 def test_disabled_tracking_writes_nothing(tmp_path: Path) -> None:
-    tracker = Tracker.start(WandbConfig(mode="disabled"), tmp_path, {})
+    tracker = Tracker.start(WandbConfig(mode="disabled"), tmp_path, {}, first_step=0)
     assert not tracker.log_step(0, {"reward/mean": 1.0})
     tracker.finish()
     assert list(tmp_path.iterdir()) == []

@@ -97,6 +97,38 @@ def test_restored_coefficients_continue_where_they_adapt_and_follow_the_configur
     saved = AlgorithmConfig(kl={"place": "loss", "target": 0.1, "coefficient": 0.02}, entropy={"coefficient": 0.01})
     later = Coefficients.first(saved).next(saved, kl=9.0, entropy=1.0, num_responses=1000)
     now = saved.model_copy(update={"entropy": saved.entropy.model_copy(update={"coefficient": 0.07})})
-    restored = Coefficients.first(now).restored(now, later.state_dict())
+    restored = Coefficients.first(now).restored(now, later.state_dict(saved))
     assert (restored.kl, restored.entropy) == (later.kl, 0.07)
     assert restored.kl == pytest.approx(0.02 * 1.02)
+
+
+KL_ADAPTS = {"place": "loss", "coefficient": 0.05, "target": 0.02}
+ENTROPY_ADAPTS = {"coefficient": 0.01, "target": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kl", "entropy"),
+    [
+        ({"place": "none"}, {}),
+        ({"place": "none", "coefficient": 0.05, "target": 0.02}, {"coefficient": 0.01}),
+        ({"place": "loss", "coefficient": 0.0}, {"coefficient": 0.02, "target": 0.5}),
+        ({"place": "loss", "coefficient": 0.001, "target": 0.02}, {"coefficient": 0.0, "target": 0.5}),
+    ],
+    ids=["off", "fixed", "other values", "another start"],
+)
+def test_a_coefficient_that_did_not_adapt_from_the_configured_start_begins_there(kl, entropy):
+    before = AlgorithmConfig.model_validate({"kl": kl, "entropy": entropy})
+    saved = Coefficients.first(before).next(before, kl=9.0, entropy=0.9, num_responses=1000).state_dict(before)
+    now = AlgorithmConfig.model_validate({"kl": KL_ADAPTS, "entropy": ENTROPY_ADAPTS})
+    assert Coefficients.first(now).restored(now, saved) == Coefficients.first(now)
+
+
+def test_adapted_coefficients_go_on_also_with_another_target_and_from_a_checkpoint_of_an_earlier_version():
+    before = AlgorithmConfig.model_validate({"kl": KL_ADAPTS, "entropy": ENTROPY_ADAPTS})
+    later = Coefficients.first(before).next(before, kl=9.0, entropy=0.9, num_responses=1000)
+    assert later.kl == pytest.approx(0.05 * 1.02) and not later.is_entropy_low
+    state = later.state_dict(before)
+    now = AlgorithmConfig.model_validate({"kl": {**KL_ADAPTS, "target": 0.1}, "entropy": ENTROPY_ADAPTS})
+    assert Coefficients.first(now).restored(now, state) == later
+    earlier = {name: state[name] for name in ("kl", "entropy", "is_entropy_low")}
+    assert Coefficients.first(now).restored(now, earlier) == later

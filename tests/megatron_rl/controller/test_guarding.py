@@ -1,5 +1,6 @@
 """What a run does on the guard's word: lines, metrics, settings, other engines."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -89,8 +90,56 @@ def test_a_run_that_acts_after_advice_begins_at_level_0_and_advice_goes_on_from_
     assert guard("advise", state=acting.state).state.level == 0
 
 
-def test_a_level_beyond_a_shorter_ladder_is_its_last_one():
-    assert guard(state=GuardState(level=4), actions=LADDER[:1]).state.level == 1
+def test_a_level_of_an_earlier_version_beyond_a_shorter_ladder_is_its_last_one():
+    lines: list[str] = []
+    assert guard(state=GuardState(level=4), actions=LADDER[:1], lines=lines).state.level == 1
+    assert lines == ["the actions of this run have changed: level 1 of 1 instead of 4"]
+    same = guard(state=GuardState(level=2), lines=lines).state  # which says nothing
+    assert len(lines) == 1 and same.actions == LADDER[:2]
+
+
+def test_another_ladder_goes_on_at_the_level_of_its_common_beginning_and_says_so():
+    first, lines = guard(), []
+    for step in range(3):
+        first.after_step(step, BAD, REPORT)
+    saved = GuardState.from_json(json.loads(json.dumps(first.state.to_json())))
+    tighter = (LADDER[0], replace(LADDER[1], value=1), *LADDER[2:])
+    for actions, level, settings in (
+        (LADDER, 3, first.in_force),
+        (tighter, 1, InForce(cap=1.5)),
+        (LADDER[1:], 0, InForce()),  # the cap is configured now
+        (LADDER[:2], 2, InForce(cap=1.5, layers=(0, 1))),
+        ((), 0, InForce()),
+    ):
+        lines.clear()
+        one = guard(state=replace(saved, bad=3), actions=actions, lines=lines)
+        assert (one.state.level, one.in_force, one.needs_other_engines) == (level, settings, False)
+        assert one.state.bad == (3 if level == 3 else 0)
+        lost = "; ".join(action.line for action in LADDER[level:3])
+        assert (
+            lines == []
+            if level == 3
+            else lines
+            == [
+                f"the actions of this run have changed: level {level} of {len(actions)} instead of 3; "
+                f"no longer in force: {lost}"
+            ]
+        )
+        assert one.after_step(3, {}, REPORT)["guard/level"] == level
+    one = guard(state=saved, actions=LADDER[1:], lines=lines)
+    one.after_step(3, BAD, REPORT)
+    assert lines[-1].startswith("step 4, level 1 of 3: set 2 layer(s) with the worst SQNR in BF16: 0, 1; ")
+    assert not guard(state=one.state, actions=LADDER[1:]).needs_other_engines
+    assert guard(state=one.state, actions=LADDER).state.level == 0
+
+
+def test_advice_of_another_ladder_begins_anew_too():
+    advising, lines = guard("advise"), []
+    advising.after_step(0, BAD, REPORT)
+    assert guard("advise", state=advising.state, actions=LADDER[1:], lines=lines).state.level == 0
+    assert lines == [
+        "the actions of this run have changed: level 0 of 3 instead of 1; no longer advised: correction.cap = 1.5"
+    ]
 
 
 def test_the_next_batch_has_the_cap_and_the_planner_the_overlap():

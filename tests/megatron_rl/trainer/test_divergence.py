@@ -88,7 +88,7 @@ def resumed(position, parallel, spec, batch, path):
     steps = [trainer.train(batch.of_rank(0), lambda refs: refs).metrics for _ in range(2)]
     save(trainer, path)
     other.load(path)
-    return *steps, trainer._learner.coefficients.state_dict(), other._learner.coefficients.state_dict()
+    return *steps, trainer._learner.saved_coefficients(), other._learner.saved_coefficients()
 
 
 def test_a_divergence_in_the_reward_is_the_same_under_every_partition(ranks, tmp_path: Path):

@@ -342,6 +342,7 @@ def test_the_schedule_advances_by_the_configured_updates_whatever_was_dropped(ra
     save_model("qwen3", tmp_path)
     whole = batch_for(ParallelConfig(), algorithm)
     batches = [whole, replace(whole, mini_batches=whole.mini_batches[:1]), replace(whole, mini_batches=()), whole]
+    batches = [replace(batch, policy_version=step) for step, batch in enumerate(batches)]
     spec = trainer_spec(tmp_path, ParallelConfig(), algorithm, decay="linear")
     spec = replace(spec, total_updates=16)
     (found,) = ranks.run(rates_and_positions, spec, batches, parallel=ParallelConfig())

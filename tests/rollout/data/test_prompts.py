@@ -2,10 +2,13 @@
 
 import datetime
 import decimal
+import errno
 import json
 import math
+import os
 import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -155,6 +158,18 @@ def test_missing_empty_and_unknown_files_are_refused(tmp_path):
     (tmp_path / "rows.parquet").write_text("not parquet")
     with pytest.raises(ValueError, match="not a parquet file"):
         read_rows(str(tmp_path / "rows.parquet"))
+
+
+def test_a_file_that_may_not_be_read_is_refused_with_the_reason(tmp_path, monkeypatch):
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+
+    def refuse(*arguments):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+
+    for called in ("open", "is_file"):  # itself, its folder
+        monkeypatch.setattr(Path, called, refuse)
+        with pytest.raises(ValueError, match=r"rows\.jsonl: cannot be read \(Permission denied\); make it readable"):
+            read_rows(path)
 
 
 def test_overlong_prompts_are_refused_dropped_or_truncated_from_the_left(tmp_path, tokenizer):
