@@ -11,7 +11,7 @@ from hypothesis import settings
 
 from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import ClusterConfig
-from tests.support.markers import has_slow_import, mark_long, mark_slow
+from tests.support.markers import is_left_out, mark_long, mark_slow
 from tests.support.runs.background import Background, run_script
 from tests.support.runs.drafting_runs import run_whose_history_is_killed
 from tests.support.runs.ending_runs import run_to_other_ends
@@ -153,12 +153,8 @@ globals().update({name: _waits_for(name) for name in (*RUNS, *OTHER_RUNS)})
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files that `mark_slow` marks whole are not imported if the marks asked for leave slow tests out."""
-    asked = str(config.option.markexpr)
-    if " or " in asked or "not slow" not in asked.split(" and "):
-        return None
-    is_test = collection_path.is_file() and collection_path.match("test_*.py")
-    return True if is_test and has_slow_import(collection_path) else None
+    """Files of slow tests only are not imported if slow tests are not asked for."""
+    return True if is_left_out(collection_path, config.option.markexpr) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

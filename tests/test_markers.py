@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.deadline import DEADLINE_S
-from tests.support.markers import has_slow_import
+from tests.support.markers import has_slow_import, is_left_out
 
 ROOT = Path(__file__).parents[1]
 
@@ -79,3 +79,21 @@ def test_a_module_that_imports_an_engine_or_a_run_is_slow(tmp_path, source, slow
     path = tmp_path / "test_it.py"
     path.write_text(source)
     assert has_slow_import(path) == slow
+
+
+@pytest.mark.parametrize(
+    ("source", "marks", "left_out"),
+    [
+        ("import vllm", "not gpu and not slow", True),
+        ("import vllm", "not slow", True),
+        ("import vllm", "not gpu and slow", False),
+        ("import vllm", "not slow or gpu", False),
+        ("import vllm", "", False),
+        ("import json", "not gpu and not slow", False),
+    ],
+)
+def test_files_of_slow_tests_are_left_out_only_if_no_slow_test_is_asked_for(tmp_path, source, marks, left_out):
+    path = tmp_path / "test_it.py"
+    path.write_text(source)
+    assert is_left_out(path, marks) == left_out
+    assert not is_left_out(tmp_path, marks), "a folder"

@@ -62,6 +62,13 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
 
 
+def is_left_out(path: Path, marks: str) -> bool:
+    """Whether the expression `marks` (-m of pytest) selects no test of a file, because `mark_slow` marks all of them."""
+    if " or " in marks or "not slow" not in marks.split(" and "):
+        return False
+    return path.match("test_*.py") and has_slow_import(path)
+
+
 def _requested_fixtures(item: pytest.Item) -> set[str]:
     """Names of fixtures that the test or one of its fixtures asks for; automatic fixtures alone are not asked for."""
     if not isinstance(item, pytest.Function):
