@@ -63,7 +63,7 @@ def mark_slow(items: Iterable[pytest.Item]) -> None:
 
 
 def is_left_out(path: Path, marks: str) -> bool:
-    """Whether the expression `marks` (-m of pytest) selects no test of a file, because `mark_slow` marks all of them."""
+    """Whether the expression `marks` (-m of pytest) selects no test of a file that `mark_slow` marks whole."""
     if " or " in marks or "not slow" not in marks.split(" and "):
         return False
     return path.match("test_*.py") and has_slow_import(path)
