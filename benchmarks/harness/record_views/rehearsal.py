@@ -14,8 +14,7 @@ REHEARSAL = View(
         "The packages are those of `make setup-cuda`. Under them lie stub libraries with the memory of the host "
         "(`tests/support/stub_cuda/`), so control flow, devices, dtypes and the choice of kernels are real.",
         'A case is "stood in for" if it passed and the host answered in the place of kernels, which are named. '
-        "Such answers are real numbers, but not those of a GPU's kernel. Cases without an outcome are of an older form "
-        "of the record: they passed, with operations of that kind stood in for.",
+        "Such answers are real numbers, but not those of a GPU's kernel.",
     ),
     tables=(
         Table(
