@@ -6,15 +6,20 @@ reward may have another scale. avg@k is the mean score over all samples. pass@k 
 one sample that scored above `PASS_SCORE`.
 
 Every row names the weight format of the engine, so an 8-bit figure is never shown as the BF16 figure. `comparable`
-also separates rows by k and number of prompts: pass@4 is never shown beside pass@16, nor 100 prompts beside 200.
-`changes` puts the first and the last of comparable rows side by side.
+also separates rows by k, number of prompts and settings: pass@4 is never shown beside pass@16, 100 prompts never beside
+200, and answers of 1024 tokens never beside those of 8192. `changes` puts the first and the last of comparable rows
+side by side, and `not_compared` says where there is no such pair.
 """
 
+import hashlib
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import fmean
 from typing import Self
 
+from rollout.config import EvalSetConfig
 from rollout.types import Score, ScoredGroup, ScoreStatus
 
 PASS_SCORE = 0.5
@@ -34,6 +39,8 @@ class EvaluationRow:
     num_prompts: int
     samples_per_prompt: int
     """k"""
+    settings: str = ""
+    """`settings_digest` of the set. Empty in rows of earlier versions, which are comparable among themselves only."""
     average: float
     """avg@k: mean score over all samples."""
     passed: float
@@ -49,7 +56,7 @@ class EvaluationRow:
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> Self:
-        """The inverse of `as_row`.
+        """The inverse of `as_row`; a row of an earlier version has no `settings`.
 
         Raises:
             TypeError: the row has other fields.
@@ -68,18 +75,36 @@ class EvaluationRow:
         }
 
 
-def evaluation_rows(name: str, groups: Sequence[ScoredGroup], *, format: str, step: int) -> list[EvaluationRow]:
+def settings_digest(config: EvalSetConfig) -> str:
+    """Digest of what decides a set's answers beside weights and k: the bytes of its file, its limit, its sampling.
+
+    It is equal on all machines, and a file may move. 16 hexadecimal digits.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    with Path(config.path).open("rb") as file:
+        content = hashlib.file_digest(file, "blake2b").hexdigest()
+    values = config.model_dump(mode="json", exclude={"path", "samples_per_prompt"})
+    return hashlib.blake2b(json.dumps([content, values], sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def evaluation_rows(
+    name: str, groups: Sequence[ScoredGroup], *, format: str, step: int, settings: str
+) -> list[EvaluationRow]:
     """One row for the whole set, then one per `data_source` if the set has several."""
     sources = sorted({group.group.prompt.data_source for group in groups})
-    rows = [_row(name, "all", groups, format=format, step=step)]
+    rows = [_row(name, "all", groups, format=format, step=step, settings=settings)]
     if len(sources) > 1:
         for source in sources:
             members = [group for group in groups if group.group.prompt.data_source == source]
-            rows.append(_row(name, source, members, format=format, step=step))
+            rows.append(_row(name, source, members, format=format, step=step, settings=settings))
     return rows
 
 
-def _row(name: str, source: str, groups: Sequence[ScoredGroup], *, format: str, step: int) -> EvaluationRow:
+def _row(
+    name: str, source: str, groups: Sequence[ScoredGroup], *, format: str, step: int, settings: str
+) -> EvaluationRow:
     accuracies = [[accuracy(score) for score in group.scores] for group in groups]
     lengths = [length for group in groups for length in group.summary.lengths]
     return EvaluationRow(
@@ -89,6 +114,7 @@ def _row(name: str, source: str, groups: Sequence[ScoredGroup], *, format: str, 
         step=step,
         num_prompts=len(groups),
         samples_per_prompt=len(groups[0].group.seeds),
+        settings=settings,
         average=fmean(_flat(accuracies)),
         passed=fmean(max(samples) > PASS_SCORE for samples in accuracies),
         truncated=fmean(reason.is_truncated for group in groups for reason in group.summary.finish_reasons),
@@ -126,7 +152,7 @@ class Change:
     @property
     def format_label(self) -> str:
         """The engine's format, as printed."""
-        return FORMAT_LABELS.get(self.before.format, self.before.format)
+        return _format_label(self.before)
 
     @property
     def points(self) -> float:
@@ -135,15 +161,15 @@ class Change:
 
 
 def comparable(rows: Iterable[EvaluationRow]) -> Sequence[Sequence[EvaluationRow]]:
-    """Rows of the same set, data source, format, k and number of prompts, by step.
+    """Rows of the same set, data source, format, k, number of prompts and settings, by step.
 
-    Whole sets come first, BF16 first within a set, then smaller k and fewer prompts.
+    Whole sets come first, BF16 first within a set, then smaller k, fewer prompts, and settings recorded first.
     """
-    by_key: dict[tuple[str, str, str, int, int], list[EvaluationRow]] = {}
+    by_key: dict[tuple[str, str, str, int, int, str], list[EvaluationRow]] = {}
     for row in rows:
-        key = (row.set_name, row.data_source, row.format, row.samples_per_prompt, row.num_prompts)
+        key = (row.set_name, row.data_source, row.format, row.samples_per_prompt, row.num_prompts, row.settings)
         by_key.setdefault(key, []).append(row)
-    ordered = sorted(by_key, key=lambda key: (key[0], key[1] != "all", key[1], key[2] != "bf16", *key[2:]))
+    ordered = sorted(by_key, key=lambda key: (key[0], key[1] != "all", key[1], key[2] != "bf16", *key[2:5]))
     return [sorted(by_key[key], key=lambda row: row.step) for key in ordered]
 
 
@@ -152,3 +178,43 @@ def changes(rows: Iterable[EvaluationRow]) -> Sequence[Change]:
     return [
         Change(before=of_key[0], after=of_key[-1]) for of_key in comparable(rows) if of_key[0].step < of_key[-1].step
     ]
+
+
+def not_compared(rows: Iterable[EvaluationRow]) -> Sequence[str]:
+    """A sentence for each set and format whose evaluations of several steps hold no two `comparable` ones: it says why.
+
+    Only rows of whole sets count.
+    """
+    by_set: dict[tuple[str, str], list[EvaluationRow]] = {}
+    for row in rows:
+        if row.data_source == "all":
+            by_set.setdefault((row.set_name, row.format), []).append(row)
+    return [
+        _why_not_compared(of_set)
+        for of_set in by_set.values()
+        if len({row.step for row in of_set}) > 1 and not changes(of_set)
+    ]
+
+
+def _why_not_compared(rows: Sequence[EvaluationRow]) -> str:
+    numbers = {
+        "k": {row.samples_per_prompt for row in rows},
+        "number of prompts": {row.num_prompts for row in rows},
+    }
+    reasons = [f"{name} ({_listed(values)})" for name, values in numbers.items() if len(values) > 1]
+    settings = {row.settings for row in rows}
+    if len(settings) > 1:
+        unknown = " (which an earlier version did not record)" if "" in settings else ""
+        reasons.append(f"the set's file, limit or sampling{unknown}")
+    return (
+        f"{rows[0].set_name}, {_format_label(rows[0])}: the evaluations after {_listed({row.step for row in rows})} "
+        f"steps are not compared, because they differ in {', '.join(reasons)}"
+    )
+
+
+def _listed(values: Iterable[int]) -> str:
+    return ", ".join(str(value) for value in sorted(values))
+
+
+def _format_label(row: EvaluationRow) -> str:
+    return FORMAT_LABELS.get(row.format, row.format)

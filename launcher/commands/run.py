@@ -32,7 +32,7 @@ from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import StopWatch, answer_request
 from megatron_rl.algorithm.guard import Action
 from megatron_rl.controller.stopping import EngineFormatError, StopRequestedError
-from rollout.evaluation import EvaluationRow
+from rollout.evaluation import EvaluationRow, settings_digest
 from rollout.failures import ProcessLostError, brief
 
 
@@ -165,19 +165,21 @@ def _evaluate_ends(
 ) -> None:
     """Evaluate the weights before the first step and those of `policy/`, of step `last`, in BF16 engines.
 
-    A set that has rows of these weights with its k is not evaluated again.
+    A set that has rows of these weights with its k and its present settings is not evaluated again.
 
     Raises:
+        OSError: the file of a set cannot be read.
         StopRequestedError: the run was asked to stop; rows of evaluations that have ended are written.
     """
     rows = [EvaluationRow.from_row(row) for row in directory.evaluation()]
-    recorded = {(row.step, row.set_name, row.samples_per_prompt) for row in rows if row.format == "bf16"}
+    recorded = {(row.step, row.set_name, row.samples_per_prompt, row.settings) for row in rows if row.format == "bf16"}
+    settings = {name: settings_digest(each) for name, each in config.evaluation.sets.items()}
     missing: dict[int, Weights] = {}
     for step, model in {0: config.model, last: str(directory.path / POLICY)}.items():
         sets = {
             name: each
             for name, each in config.evaluation.sets.items()
-            if (step, name, each.samples_per_prompt) not in recorded
+            if (step, name, each.samples_per_prompt, settings[name]) not in recorded
         }
         if sets:
             missing[step] = Weights(directory=model, sets=sets)

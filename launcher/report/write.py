@@ -28,7 +28,7 @@ from launcher.report.run_timeline import RunTimeline, read_timeline
 from launcher.report.timeline_section import last_steps, timeline_section
 from launcher.run_dir.atomic_files import read_rows, replace_text
 from launcher.run_dir.places import Places, read_places
-from rollout.evaluation import Change, EvaluationRow, changes, comparable
+from rollout.evaluation import Change, EvaluationRow, changes, comparable, not_compared
 
 K3_BOUND = 5e-3
 """Largest healthy gap between sampler and trainer (docs/metrics.md)."""
@@ -162,10 +162,11 @@ def _gain(change: Change) -> str:
 
 
 def _evaluation(record: Record) -> str:
-    """Table and curves; empty without two comparable evaluations."""
+    """Table, curves, and a sentence per set that could not be compared; empty without evaluations of two steps."""
     found = changes(record.evaluation)
+    sentences = "".join(f'<p class="note">{html.escape(text)}.</p>' for text in not_compared(record.evaluation))
     if not found:
-        return ""
+        return section("Evaluation", sentences) if sentences else ""
     heading = (
         *("set", "engine", "prompts", "k", "after steps"),
         *("avg@k before", "after", "points", "pass@k before", "after", "length"),
@@ -186,15 +187,22 @@ def _evaluation(record: Record) -> str:
         )
         for change in found
     ]
-    return section("Evaluation", table(heading, rows, numbers_from=2) + _evaluation_curve(record.evaluation))
+    compared = table(heading, rows, numbers_from=2) + _evaluation_curve(record.evaluation)
+    return section("Evaluation", compared + sentences)
 
 
 def _evaluation_curve(rows: Sequence[EvaluationRow]) -> str:
     """avg@k over steps, for sets with more than two comparable evaluations."""
+    curves = [curve for curve in comparable(rows) if curve[0].data_source == "all" and len(curve) > 2]
+    labels = [_curve_label(curve[0]) for curve in curves]
     lines = [
-        Line(label=_curve_label(curve[0]), at=[row.step for row in curve], values=[row.average for row in curve])
-        for curve in comparable(rows)
-        if curve[0].data_source == "all" and len(curve) > 2
+        Line(
+            # curves of one label have other settings
+            label=label if labels.count(label) == 1 else f"{label}, steps {curve[0].step} to {curve[-1].step}",
+            at=[row.step for row in curve],
+            values=[row.average for row in curve],
+        )
+        for label, curve in zip(labels, curves, strict=True)
     ]
     if not lines:
         return ""

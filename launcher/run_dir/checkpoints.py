@@ -10,6 +10,7 @@ checkpoint begins, so no more than `keep_last` and a new one need room.
 import shutil
 import threading
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 
 from launcher.errors import RunDirectoryError
@@ -83,13 +84,26 @@ class Checkpoints:
     def instead_of(self, step: int) -> str:
         """Advice for a damaged checkpoint of `step`, as the end of an error.
 
-        It names the step of the one before. Later checkpoints may remain of a course that the run has abandoned, and
-        without `latest` the last of them would be resumed.
+        It names those of earlier steps. Without `latest` the last of all would be resumed, and a run that returned by
+        hand leaves checkpoints of the course that it abandoned. Only their times tell them apart, so these are named.
         """
-        earlier = [each for each in self.steps() if each < step]
+        earlier = [each for each in reversed(self.steps()) if each < step]
         if not earlier:
             return f"no checkpoint before it is left; to begin anew, remove {self._path}"
-        return f"remove that folder and write {earlier[-1]} into {self._path / 'latest'} to resume from the one before"
+        if len(earlier) == 1:
+            return (
+                f"remove that folder and write {earlier[0]} into {self._path / 'latest'} to resume from the one before"
+            )
+        return (
+            f"remove that folder and write the step to resume from into {self._path / 'latest'}: "
+            f"{', '.join(map(self._with_time, earlier))}; a later step that was saved earlier is of a course that a "
+            "return by hand abandoned"
+        )
+
+    def _with_time(self, step: int) -> str:
+        """A step and when its checkpoint was saved, in local time."""
+        saved_s = (self._path / str(step)).stat().st_mtime
+        return f"{step} (saved {datetime.fromtimestamp(saved_s):%Y-%m-%d %H:%M})"
 
     def _choice(self) -> str:
         """What a person may write into `latest`, as the end of an error."""

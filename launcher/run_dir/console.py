@@ -5,14 +5,14 @@ that a step does not have are left out, never shown as zero.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rollout.evaluation import Change, EvaluationRow, changes
+from rollout.evaluation import Change, EvaluationRow, changes, not_compared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +153,17 @@ class RunProgress:
                 f"length {row.mean_length:.0f}, cut {row.truncated:.1%}"
             )
 
-    def table(self, rows: Iterable[EvaluationRow]) -> None:
-        """Print the final table of evaluations before and after; nothing without two comparable evaluations."""
+    def table(self, rows: Sequence[EvaluationRow]) -> None:
+        """Print the final table of evaluations before and after, then a line per set that could not be compared.
+
+        Without evaluations of two steps it prints nothing.
+        """
         self._end_bar()
         table = before_after_table(rows)
         if table.row_count:
             self._console.print(table)
+        for sentence in not_compared(rows):
+            self.say(sentence)
 
     def close(self) -> None:
         """Remove the bar, if one is shown."""

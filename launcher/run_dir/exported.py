@@ -5,6 +5,7 @@ earlier version, or of an earlier course of the run. The earlier folder is moved
 and removed last. A replacement that was killed between the two is finished by the next one.
 """
 
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -43,7 +44,8 @@ def replace_policy(run_dir: Path, step: int, export: Callable[[str], None]) -> N
         export(str(partial))
         mark(partial, step)
 
-    replace_folder(run_dir / POLICY, _partial_policy(run_dir), write)
+    policy = _policy(run_dir)
+    replace_folder(policy, _partial_of(policy), write)
 
 
 def replace_folder(target: Path, partial: Path, write: Callable[[Path], None]) -> None:
@@ -53,9 +55,12 @@ def replace_folder(target: Path, partial: Path, write: Callable[[Path], None]) -
     call finishes that replacement first.
 
     Raises:
-        OSError: a file could not be written; errors of `write` pass, too. The earlier folder stays then.
+        OSError: a file could not be written, or a folder that an earlier call has moved aside cannot be removed; errors
+            of `write` pass, too. The earlier folder stays then.
     """
     _finish_killed(target, partial)
+    if _aside(partial).exists():
+        raise FileExistsError(errno.EEXIST, "left of an earlier replacement: remove it", str(_aside(partial)))
     shutil.rmtree(partial, ignore_errors=True)
     write(partial)
     sync_tree(partial)
@@ -96,14 +101,20 @@ def _take_place(target: Path, partial: Path) -> None:
 
 def forget_policy(run_dir: Path, first_step: int) -> None:
     """The run takes all steps from `first_step` on again: weights of later ones are no longer its own, but stay."""
-    _finish_killed(run_dir / POLICY, _partial_policy(run_dir))
-    step = exported_step(run_dir / POLICY)
+    policy = _policy(run_dir)
+    _finish_killed(policy, _partial_of(policy))
+    step = exported_step(policy)
     if step is not None and step > first_step:
-        _unmark(run_dir / POLICY)
+        _unmark(policy)
 
 
-def _partial_policy(run_dir: Path) -> Path:
-    return run_dir / f"{POLICY}.partial"
+def _policy(run_dir: Path) -> Path:
+    """The folder itself where `policy` is a link to it."""
+    return (run_dir / POLICY).resolve()
+
+
+def _partial_of(policy: Path) -> Path:
+    return policy.with_name(f"{policy.name}.partial")
 
 
 def _unmark(directory: Path) -> None:

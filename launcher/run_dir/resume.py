@@ -108,7 +108,7 @@ def _consequence(key: str, config: RunConfig) -> str:
     elif key in WARMUPS:
         said = ["a warm-up that is over stays over"]
     elif targets.get(key):
-        said = ["the adaptive coefficient begins anew there"]
+        said = ["the adaptive coefficient begins anew there, but not from a checkpoint of an earlier version"]
     else:
         said = []
     return f" ({'; '.join(said)})" if said else ""
@@ -128,7 +128,8 @@ def _of_decays(key: str, config: RunConfig) -> list[str]:
             updates = config.algorithm.num_epochs * config.algorithm.num_mini_batches
             said.append(f"{name}.decay_steps = {optimizer.decay_steps} counts optimizer steps, now {updates} a step")
         elif key in UPDATES:
-            said.append(f"{rate} keeps its place in the run and decays until step {config.num_steps}")
+            warmup = "once its warm-up is over, " if optimizer.warmup_steps else ""
+            said.append(f"{warmup}{rate} keeps its place in the run and decays until step {config.num_steps}")
         elif not optimizer.decay_steps:
             said.append(f"{rate} now decays until step {config.num_steps}; fix it by {name}.decay_steps")
     return said

@@ -19,7 +19,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, Self
@@ -39,10 +39,17 @@ TABLES_AGAIN_S = 600.0
 """For which no table is logged then."""
 
 LEARNING_KEYS = (
-    *("model", "seed", "data", "sampling", "reward", "algorithm", "engine.format"),
-    *("trainer.optimizer", "trainer.critic", "trainer.reference", "trainer.fp8"),
+    *("model", "seed", "data", "sampling", "algorithm", "reward.function", "reward.failure_score"),
+    *("trainer.optimizer", "trainer.critic", "trainer.reference.refresh_every", "trainer.fp8", "trainer.dtype"),
+    *("engine.format", "engine.kv_format", "planner.overlap", "publish.in_flight"),
 )
-"""Keys of the configuration that decide what a step learns. The others change speed, memory or places."""
+"""Keys of the configuration that decide what a step learns. The others change speed, memory, places or limits."""
+NOT_LEARNING_KEYS = (
+    *("trainer.optimizer.states_on_host", "trainer.optimizer.distributed"),
+    *("trainer.critic.optimizer.states_on_host", "trainer.critic.optimizer.distributed"),
+    "algorithm.mismatch_sample_tokens",
+)
+"""Keys below them that do not."""
 
 SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "length", "finish_reason", "versions")
 
@@ -237,15 +244,25 @@ class Tracker:
 
 
 def _digest(settings: Mapping[str, object]) -> str:
-    chosen = [_value(settings, key.split(".")) for key in LEARNING_KEYS]
+    chosen = {
+        key: value
+        for key, value in _leaves(settings)
+        if _is_below(key, LEARNING_KEYS) and not _is_below(key, NOT_LEARNING_KEYS)
+    }
     return hashlib.blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _value(settings: object, names: Sequence[str]) -> object:
-    """The value of a nested key; None if it is absent."""
-    for name in names:
-        settings = settings.get(name) if isinstance(settings, Mapping) else None
-    return settings
+def _leaves(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted keys of nested tables with their values; lists stay whole."""
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _is_below(key: str, tables: Sequence[str]) -> bool:
+    return any(key == table or key.startswith(f"{table}.") for table in tables)
 
 
 def _start_run(

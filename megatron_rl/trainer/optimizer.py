@@ -304,16 +304,16 @@ class LearnedModel:
     def begin_schedule(self, finished_steps: int, *, configured: int) -> None:
         """Put a decay over the whole run where a step begins, whose optimizer steps are `configured`.
 
-        The position moves only after a resume with another number of optimizer steps a step. It is then as if all
-        `finished_steps` had had the present number. A warm-up that is over keeps its share of these steps, so the rate
-        goes on from where it was. Any other schedule counts the optimizer steps that were made.
+        The position moves only after a resume with another number of optimizer steps a step, once the warm-up is over:
+        a warm-up counts the optimizer steps that were made. It is then as if all `finished_steps` had had the present
+        number, and the warm-up keeps its share of these steps, so the rate goes on from where it was. Any other
+        schedule counts the optimizer steps that were made.
         """
         schedule, before, position = self.schedule, int(self.schedule.num_steps), finished_steps * configured
         if self.config.decay == "constant" or self.config.decay_steps or position == before:
             return
-        is_over = before >= max(schedule.lr_warmup_steps, 1)
-        schedule.step(increment=position - before)
-        if is_over:
+        if before >= max(schedule.lr_warmup_steps, 1):
+            schedule.step(increment=position - before)
             self._set_warmup(round(schedule.lr_warmup_steps * position / before))
 
     def _set_warmup(self, num_updates: int) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from rollout.config import EvalSetConfig
-from rollout.evaluation import EvaluationRow, evaluation_rows
+from rollout.evaluation import EvaluationRow, evaluation_rows, settings_digest
 from rollout.pool.callbacks import Progress
 from rollout.pool.engine_pool import EnginePool
 from rollout.seeds import derive_seed
@@ -25,9 +25,14 @@ class Evaluator:
         seed: int,
         stop_token_ids: Sequence[int],
     ) -> None:
-        """`stop_token_ids` end a response beside the model's own, as in training."""
+        """`stop_token_ids` end a response beside the model's own, as in training.
+
+        Raises:
+            OSError: the file of a set cannot be read.
+        """
         self._stop_token_ids = tuple(stop_token_ids)
         self._sets = dict(sets)
+        self._settings = {name: settings_digest(config) for name, config in sets.items()}
         self._prompts = dict(prompts)
         self._format = format
         self._seed = seed
@@ -59,7 +64,9 @@ class Evaluator:
         rows: list[EvaluationRow] = []
         for name in self._sets:
             scored = pool.take(name, finished_steps, progress=progress)
-            rows += evaluation_rows(name, scored, format=self._format, step=finished_steps)
+            rows += evaluation_rows(
+                name, scored, format=self._format, step=finished_steps, settings=self._settings[name]
+            )
         return rows
 
     def _groups(self, name: str, finished_steps: int, first_id: int) -> list[PromptGroup]:

@@ -1,10 +1,12 @@
-"""The score that an evaluation takes of a response."""
+"""The score that an evaluation takes of a response, and which evaluations are compared."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from rollout.evaluation import accuracy, evaluation_rows
+from rollout.config import EvalSetConfig
+from rollout.evaluation import EvaluationRow, accuracy, changes, evaluation_rows, not_compared, settings_digest
 from rollout.types import Score, ScoreStatus
 from tests.support.scored_groups import scored_group
 
@@ -26,5 +28,65 @@ def test_a_response_has_its_accuracy_else_its_reward_and_0_if_scoring_failed(sco
 def test_a_failed_call_lowers_an_average_of_accuracies_to_no_less_than_a_wrong_answer() -> None:
     right = Score(reward=1.0, status=ScoreStatus.OK, details=(("acc", 1.0),))
     failed = Score(reward=-1.0, status=ScoreStatus.ERROR, error="no service")
-    (row,) = evaluation_rows("held", [replace(scored_group(1), scores=(right, failed) * 2)], format="bf16", step=0)
-    assert (row.average, row.passed) == (0.5, 1.0)
+    groups = [replace(scored_group(1), scores=(right, failed) * 2)]
+    (row,) = evaluation_rows("held", groups, format="bf16", step=0, settings="s")
+    assert (row.average, row.passed, row.settings) == (0.5, 1.0, "s")
+
+
+def evaluated(step: int, settings: str, *, num_prompts: int = 8, k: int = 1, source: str = "all") -> EvaluationRow:
+    return EvaluationRow(
+        **{"set_name": "held", "data_source": source, "format": "int8", "step": step, "num_prompts": num_prompts},
+        **{"average": 0.5, "passed": 0.5, "truncated": 0.0, "mean_length": 5.0},
+        samples_per_prompt=k,
+        settings=settings,
+    )
+
+
+def test_the_digest_of_settings_changes_with_all_that_decides_the_answers_and_with_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "held.jsonl"
+    path.write_text("one\n")
+    base = EvalSetConfig(path=str(path), temperature=1.0)
+    digest = settings_digest(base)
+    assert len(digest) == 16
+    changed = [{"limit": 1}, {"temperature": 0.5}, {"top_p": 0.9}, {"max_response_tokens": 8192}]
+    assert {key for each in changed for key in each} == set(EvalSetConfig.model_fields) - {"path", "samples_per_prompt"}
+    digests = [settings_digest(base.model_copy(update=each)) for each in changed]
+    assert len({digest, *digests}) == 5
+    assert settings_digest(base.model_copy(update={"samples_per_prompt": 4})) == digest
+    moved = path.rename(tmp_path / "moved.jsonl")
+    assert settings_digest(base.model_copy(update={"path": str(moved)})) == digest
+    moved.write_text("one\ntwo\n")
+    assert settings_digest(base.model_copy(update={"path": str(moved)})) != digest
+
+
+def test_a_row_of_an_earlier_version_is_read_and_compared_with_its_like_only() -> None:
+    earlier = {key: value for key, value in evaluated(0, "").as_row().items() if key != "settings"}
+    row = EvaluationRow.from_row(earlier)
+    assert row == evaluated(0, "") and EvaluationRow.from_row(row.as_row()) == row
+    (change,) = changes([row, evaluated(3, ""), evaluated(0, "b"), evaluated(6, "a")])
+    assert (change.before.step, change.after.step) == (0, 3)
+
+
+def test_evaluations_of_other_settings_are_not_compared_and_pairs_stand_in_the_order_of_their_rows() -> None:
+    rows = [evaluated(step, settings) for step, settings in ((0, "z"), (5, "z"), (10, "a"), (20, "a"), (30, "b"))]
+    assert [(each.before.step, each.after.step) for each in changes(rows)] == [(0, 5), (10, 20)]
+    assert not_compared(rows) == []
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (evaluated(9, "b"), "the set's file, limit or sampling"),
+        (evaluated(9, "b", num_prompts=16), "number of prompts (8, 16), the set's file, limit or sampling"),
+        (evaluated(9, "a", k=4), "k (1, 4)"),
+        (evaluated(9, ""), "the set's file, limit or sampling (which an earlier version did not record)"),
+    ],
+)
+def test_a_set_without_two_comparable_evaluations_has_a_sentence_with_the_reason(
+    second: EvaluationRow, reason: str
+) -> None:
+    rows = [evaluated(0, "a"), evaluated(0, "a", source="x"), second, replace(second, data_source="x")]
+    said = "held, INT8 (8-bit engine): the evaluations after 0, 9 steps are not compared, because they differ in "
+    assert not_compared(rows) == [said + reason]
+    assert not_compared([evaluated(0, "a"), evaluated(0, "b")]) == [], "of a single step"
+    assert not_compared([*rows, evaluated(12, "a")]) == []

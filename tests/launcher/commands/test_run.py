@@ -5,10 +5,12 @@ Ray, engines and trainer are stand-ins; the run directory is real.
 """
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,6 +29,7 @@ from launcher.endings.kinds import judge
 from launcher.errors import RunDirectoryError
 from launcher.run_dir import stop_request
 from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.exported import replace_policy
@@ -38,7 +41,7 @@ from megatron_rl.controller.stopping import StopRequestedError
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.messages import TrainerSpec
 from rollout.data.order import OrderState
-from rollout.evaluation import EvaluationRow
+from rollout.evaluation import EvaluationRow, changes, settings_digest
 from rollout.pool.callbacks import Progress
 
 LAST = 3
@@ -312,6 +315,20 @@ def test_the_message_about_a_damaged_checkpoint_leads_to_the_one_before_and_not_
             resume_point(directory)
 
 
+def test_the_message_about_a_damaged_checkpoint_tells_courses_apart_by_their_times(tmp_path: Path) -> None:
+    """Step 230 is of a course that was stopped, before a return to 100 by hand; 200 is of the course of 300."""
+    for minute, step in enumerate((100, 230, 200, 300)):
+        folder = tmp_path / str(step)
+        folder.mkdir()
+        saved_s = datetime(2026, 1, 2, 12, minute).timestamp()
+        os.utime(folder, (saved_s, saved_s))
+    assert Checkpoints(tmp_path).instead_of(300) == (
+        f"remove that folder and write the step to resume from into {tmp_path / 'latest'}: "
+        "230 (saved 2026-01-02 12:01), 200 (saved 2026-01-02 12:02), 100 (saved 2026-01-02 12:00); a later step that "
+        "was saved earlier is of a course that a return by hand abandoned"
+    )
+
+
 def test_a_run_whose_newest_checkpoint_is_gone_is_refused_and_keeps_its_records(
     write_config: Callable[[str], Path], node: NodeResources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -351,6 +368,7 @@ def requests(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
             EvaluationRow(
                 **{"set_name": name, "data_source": "all", "format": "bf16", "step": step, "num_prompts": 2},
                 samples_per_prompt=each.samples_per_prompt,
+                settings=settings_digest(each),
                 **figures,
             )
             for name, each in config.sets.items()
@@ -419,6 +437,35 @@ def test_a_finished_run_evaluates_sets_at_both_ends_that_have_no_rows_there_with
     sampled = ("evaluation.sets.a.samples_per_prompt=4", "evaluation.sets.a.temperature=1.0")
     start(*added, *sampled, sets=True)
     assert evaluated() == [*second, ("a", 0, 4), ("a", LAST, 4)]
+
+
+@pytest.mark.parametrize("override", ["limit=1", "max_response_tokens=32", "path={}"])
+def test_a_resume_with_other_settings_of_a_set_evaluates_the_first_weights_again(
+    start: Start, requests: list[tuple[int, str]], tmp_path: Path, override: str
+) -> None:
+    (tmp_path / "longer.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n' * 2)
+    changed = f"evaluation.sets.a.{override.format(tmp_path / 'longer.jsonl')}"
+    requests.append((0, "after"))
+    with pytest.raises(StopRequestedError):
+        start(sets=True)
+    assert start(changed, sets=True)[-2:] == ["evaluate step 0", f"evaluate step {LAST}"]
+    rows = [EvaluationRow.from_row(row) for row in read_rows(tmp_path / "run" / "evaluation.jsonl")]
+    first, again, last = rows
+    assert (first.step, again.step, last.step) == (0, 0, LAST)
+    assert [(change.before, change.after) for change in changes(rows)] == [(again, last)]
+    assert start(changed, sets=True) == []
+    assert start(sets=True) == [f"evaluate step {LAST}"], "the first weights have a row of these settings"
+
+
+def test_a_row_of_an_earlier_version_does_not_count_as_an_evaluation_with_the_present_settings(
+    start: Start, requests: list[tuple[int, str]], tmp_path: Path
+) -> None:
+    start(sets=True)
+    records = tmp_path / "run" / "evaluation.jsonl"
+    rows = read_rows(records)
+    assert all(row.pop("settings") for row in rows)
+    records.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert start(sets=True) == ["evaluate step 0", f"evaluate step {LAST}"]
 
 
 def test_a_set_that_only_the_first_weights_have_rows_of_is_evaluated_at_the_end_only(

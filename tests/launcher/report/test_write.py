@@ -1,3 +1,4 @@
+import html
 import json
 import math
 import re
@@ -137,6 +138,27 @@ def test_evaluations_with_another_k_or_number_of_prompts_are_compared_neither_in
         run.append_evaluation([row(50, 0.25, k=4), row(250, 0.9, k=16, num_prompts=8)])
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert re.findall(r"</i>(aime.*?) <b>", text) == ["aime (bf16, avg@4, 30 prompts)"]
+
+
+def test_a_set_whose_settings_changed_between_its_evaluations_has_a_sentence_with_the_reason(tmp_path: Path) -> None:
+    other = {"settings": "b"}
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, {})
+        run.append_evaluation([{**row(0, 0.2, k=4), "settings": "a"}, {**row(200, 0.5, k=4), **other}])
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    (note,) = re.findall(r'<section id="evaluation"><h2>Evaluation</h2><p class="note">(.*?)</p></section>', text)
+    assert html.unescape(note) == (
+        "aime, BF16: the evaluations after 0, 200 steps are not compared, because they differ in the set's file, "
+        "limit or sampling."
+    )
+    assert "points of" not in text
+    with RunDirectory(tmp_path) as run:
+        more = [{**row(step, 0.3, k=4), "settings": "a"} for step in (50, 100)]
+        run.append_evaluation([*more, *[{**row(step, 0.6, k=4), **other} for step in (0, 150)]])
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    assert "not compared" not in text
+    label = "aime (bf16, avg@4, 30 prompts), steps 0 to"
+    assert re.findall(r"</i>(aime.*?) <b>", text) == [f"{label} 100", f"{label} 200"]
 
 
 def test_evaluations_of_a_single_step_are_no_section(tmp_path: Path) -> None:

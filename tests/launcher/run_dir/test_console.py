@@ -1,5 +1,6 @@
 import io
 import re
+from dataclasses import replace
 
 from rich.console import Console
 
@@ -101,6 +102,20 @@ def test_an_evaluation_of_a_single_step_is_not_compared_with_itself() -> None:
     console, text = plain()
     RunProgress(200, console).table(rows[:2])
     assert text.getvalue() == ""
+
+
+def test_a_set_whose_settings_changed_between_its_evaluations_has_a_line_instead_of_a_row() -> None:
+    rows = [replace(row(0, 0.2, "int8"), settings="a"), replace(row(200, 0.5, "int8"), settings="b")]
+    line = (
+        "held_out, INT8 (8-bit engine): the evaluations after 0, 200 steps are not compared, because they differ in "
+        "the set's file, limit or sampling"
+    )
+    console, text = plain()
+    RunProgress(200, console).table(rows)
+    assert text.getvalue() == line + "\n"
+    console, text = plain()
+    RunProgress(200, console).table([*rows, row(0, 0.3), row(200, 0.6)])
+    assert "+30.0" in text.getvalue() and text.getvalue().endswith(line + "\n")
 
 
 def test_output_without_a_terminal_has_lines_and_no_control_characters() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher.run_dir import exported
 from launcher.run_dir.exported import MARK, POLICY, exported_step, forget_policy, mark, replace_policy
 
 
@@ -176,3 +177,27 @@ def test_steps_that_are_taken_again_make_an_export_unknown_and_keep_it(tmp_path:
 def test_a_model_made_of_an_export_does_not_inherit_its_mark() -> None:
     """An export copies files of some suffixes from the directory of its model (`megatron_rl.weights.hf_export`)."""
     assert not Path(MARK).suffix
+
+
+def test_a_link_to_a_folder_stays_a_link(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere" / "weights").mkdir(parents=True)
+    (tmp_path / "run" / POLICY).symlink_to(tmp_path / "elsewhere" / "weights")
+    for step in (1, 2, 3):
+        replace_policy(tmp_path / "run", step, lambda path: Path(path).mkdir())
+        assert (tmp_path / "run" / POLICY).is_symlink()
+        assert exported_step(tmp_path / "run" / POLICY) == exported_step(tmp_path / "elsewhere" / "weights") == step
+    assert [each.name for each in (tmp_path / "elsewhere").iterdir()] == ["weights"]
+
+
+def test_a_folder_that_was_moved_aside_and_cannot_be_removed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replace_policy(tmp_path, 1, lambda path: Path(path).mkdir())
+    monkeypatch.setattr(exported.shutil, "rmtree", lambda path, ignore_errors: None)
+    replace_policy(tmp_path, 2, lambda path: Path(path).mkdir())
+    with pytest.raises(
+        FileExistsError, match=r"left of an earlier replacement: remove it: .*/\.earlier\.policy\.partial"
+    ):
+        replace_policy(tmp_path, 3, lambda path: Path(path).mkdir())
+    assert exported_step(tmp_path / POLICY) == 2

@@ -60,6 +60,10 @@ def test_the_decaying_learning_rate_of_a_critic_is_reported_too(tmp_path: Path) 
         ({}, ""),
         ({"decay": "cosine"}, " (the learning rate keeps its place in the run and decays until step 3)"),
         (
+            {"decay": "cosine", "warmup_steps": 2},
+            " (once its warm-up is over, the learning rate keeps its place in the run and decays until step 3)",
+        ),
+        (
             {"decay": "linear", "decay_steps": 9},
             " (trainer.optimizer.decay_steps = 9 counts optimizer steps, now 8 a step)",
         ),
@@ -84,7 +88,8 @@ def test_changed_warm_ups_and_starts_of_coefficients_are_reported_with_what_they
     )
     lines = changed_keys(tmp_path, now)
     assert "trainer.optimizer.warmup_steps: 0 -> 5 (a warm-up that is over stays over)" in lines
-    assert "algorithm.kl.coefficient: 0.001 -> 0.05 (the adaptive coefficient begins anew there)" in lines
+    anew = "(the adaptive coefficient begins anew there, but not from a checkpoint of an earlier version)"
+    assert f"algorithm.kl.coefficient: 0.001 -> 0.05 {anew}" in lines
     assert "algorithm.entropy.coefficient: 0.0 -> 0.01" in lines
 
 

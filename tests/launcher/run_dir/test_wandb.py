@@ -13,7 +13,7 @@ import pytest
 from wandb.errors import AuthenticationError, UsageError
 from wandb.proto import wandb_internal_pb2
 
-from launcher.config.schema import WandbConfig
+from launcher.config.schema import RunConfig, WandbConfig
 from launcher.errors import ConfigError
 from launcher.run_dir import wandb as tracking
 from launcher.run_dir.wandb import Tracker
@@ -273,6 +273,41 @@ def test_steps_that_another_configuration_repeats_go_to_another_run_in_wandb(
         assert said[0].endswith(f"steps {first_step} to 3 are repeated, and what they learn is configured anew")
     third, said = tracked(tmp_path, monkeypatch, FakeRun(), first_step=5, settings=settings | changed)
     assert third.run_id == second.run_id and said == [], "the same configuration repeats a step of its own"
+
+
+def run_config(**parts: object) -> RunConfig:
+    return RunConfig.model_validate(
+        {"model": "m", "run_dir": "r", "num_steps": 3, "data": {"train": [{"path": "x.jsonl"}]}, **parts}
+    )
+
+
+def test_the_keys_that_decide_what_a_step_learns_are_keys_of_a_run() -> None:
+    keys = {name for name, _ in tracking._leaves(run_config().model_dump(mode="json"))}
+    for table in (*tracking.LEARNING_KEYS, *tracking.NOT_LEARNING_KEYS):
+        assert any(tracking._is_below(key, [table]) for key in keys), table
+    for table in tracking.NOT_LEARNING_KEYS:
+        assert tracking._is_below(table, tracking.LEARNING_KEYS)
+
+
+@pytest.mark.parametrize(
+    ("changed", "learns_alike"),
+    [
+        ({"reward": {"num_workers": 3}}, True),
+        ({"reward": {"timeout_s": 99.0}}, True),
+        ({"reward": {"failure_score": 0.0}}, False),
+        ({"trainer": {"optimizer": {"states_on_host": True, "distributed": True}}}, True),
+        ({"algorithm": {"mismatch_sample_tokens": 64}}, True),
+        ({"checkpoint": {"every": 7}}, True),
+        ({"algorithm": {"num_mini_batches": 2}}, False),
+        ({"planner": {"overlap": 1}, "placement": {"mode": "disaggregated"}}, False),
+        ({"trainer": {"dtype": "fp32"}}, False),
+    ],
+)
+def test_only_keys_that_decide_what_a_step_learns_change_the_digest(
+    changed: dict[str, object], learns_alike: bool
+) -> None:
+    before, now = (tracking._digest(run_config(**parts).model_dump(mode="json")) for parts in ({}, changed))
+    assert (before == now) is learns_alike
 
 
 def test_a_copy_of_a_run_directory_is_another_run_in_wandb_but_a_moved_one_is_not(

@@ -109,14 +109,23 @@ def test_a_decay_over_the_run_keeps_its_place_if_a_resume_changes_the_updates_of
     assert expected[0] < last + 1e-4 and expected[-1] > 0  # no jump up, and the last update still learns
 
 
-def test_a_warm_up_under_way_follows_the_present_updates_of_a_step():
-    config = OptimizerConfig(learning_rate=PEAK, decay="linear", warmup_steps=16)
-    model = start(config, 2)
-    take(model, range(3), 2)
-    found = take(start(config, 4, model.schedule.state_dict()), range(3, NUM_STEPS), 4)
-    expected = [
-        PEAK * n / 16 if n <= 16 else decayed("linear", (n - 16) / (81 - 16)) for n in updates_of(range(3, 20), 4)
-    ]
+@pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
+@pytest.mark.parametrize(("before", "now", "warm"), [(8, 1, 30), (1, 8, 30), (2, 3, 15)])
+def test_a_warm_up_under_way_goes_on_by_the_updates_that_were_made(style, before, now, warm):
+    config = OptimizerConfig(learning_rate=PEAK, decay=style, warmup_steps=warm)
+    model = start(config, before)
+    last = take(model, range(3), before)[-1]
+    found = take(start(config, now, model.schedule.state_dict()), range(3, NUM_STEPS), now)
+    assert last == pytest.approx(PEAK * 3 * before / warm)
+    assert 0 < found[0] - last <= PEAK / warm * 1.001  # one update further, neither back nor ahead
+    position, expected = 3 * before, []
+    for step in range(3, NUM_STEPS):
+        if position >= warm and style != "constant":  # the warm-up is over: the decay takes its place in the run
+            position, warm = step * now, round(warm * step * now / position)
+        for n in range(position + 1, position + 1 + (1 if step % 3 == 0 else now)):
+            share = max(0.0, (n - warm) / (max(NUM_STEPS * now + 1, warm + 1) - warm))
+            expected.append(PEAK * min(n / warm, 1.0) * (1.0 if style == "constant" else decayed(style, share) / PEAK))
+        position += now
     assert found == pytest.approx(expected, rel=1e-9)
 
 

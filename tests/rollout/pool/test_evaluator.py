@@ -1,27 +1,39 @@
 """Groups of evaluation sets."""
 
+from pathlib import Path
+
+import pytest
+
 from launcher.commands.evaluate import evaluation_of
 from launcher.config.schema import RunConfig
 from rollout.config import EvalSetConfig
+from rollout.evaluation import settings_digest
 from rollout.pool.evaluator import FIRST_GROUP_ID, Evaluator
 from rollout.types import PromptGroup, ScoredGroup
 from tests.rollout.planning.test_planner import prompt
 from tests.support.scored_groups import scored_group
 
-SETS = {"held": EvalSetConfig(path="held.jsonl", samples_per_prompt=2, temperature=1.0)}
+
+@pytest.fixture
+def sets(tmp_path: Path) -> dict[str, EvalSetConfig]:
+    path = tmp_path / "held.jsonl"
+    path.write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    return {"held": EvalSetConfig(path=str(path), samples_per_prompt=2, temperature=1.0)}
 
 
-def test_evaluations_stop_where_training_stops() -> None:
+def test_evaluations_stop_where_training_stops(sets: dict[str, EvalSetConfig]) -> None:
     """Else a model whose turns end with such a token is sampled to the limit."""
     prompts = {"held": (prompt(0), prompt(1))}
-    evaluator = Evaluator(SETS, prompts, format="bf16", seed=1, stop_token_ids=[7])
+    evaluator = Evaluator(sets, prompts, format="bf16", seed=1, stop_token_ids=[7])
     first, second = evaluator.upcoming(0)
     assert first.sampling.stop_token_ids == second.sampling.stop_token_ids == (7,)
     assert len({*first.seeds, *second.seeds}) == 4
     assert evaluator.upcoming(5)[0].seeds == first.seeds, "the same at every step"
 
 
-def test_all_sets_are_admitted_at_once_and_their_groups_have_numbers_of_their_own() -> None:
+def test_all_sets_are_admitted_at_once_and_their_groups_have_numbers_of_their_own(
+    sets: dict[str, EvalSetConfig],
+) -> None:
     """Engines that sample one set after another wait for the longest answer of each."""
     log: list[object] = []
 
@@ -34,7 +46,7 @@ def test_all_sets_are_admitted_at_once_and_their_groups_have_numbers_of_their_ow
             log.append((purpose, step))
             return [scored_group(0)]
 
-    sets = dict.fromkeys(("one", "two"), SETS["held"])
+    sets = {"one": sets["held"], "two": sets["held"].model_copy(update={"max_response_tokens": 8192})}
     prompts = {name: (prompt(0), prompt(1)) for name in sets}
     evaluator = Evaluator(sets, prompts, format="bf16", seed=1, stop_token_ids=[])
     upcoming = evaluator.upcoming(3)
@@ -45,6 +57,7 @@ def test_all_sets_are_admitted_at_once_and_their_groups_have_numbers_of_their_ow
     assert first == [("one", 3, 0), ("one", 3, 1), ("two", 3, 2), ("two", 3, 3)]
     assert [int(group.group_id) - FIRST_GROUP_ID for group in upcoming] == [0, 1, 2, 3]
     assert taken == [("one", 3), ("two", 3)] and [row.set_name for row in rows] == ["one", "two"]
+    assert [row.settings for row in rows] == [settings_digest(each) for each in sets.values()]
     assert second == [("one", 4, 4), ("one", 4, 5), ("two", 4, 6), ("two", 4, 7)]
 
 
