@@ -123,7 +123,7 @@ test-slow: $(STAMP) ## the other tests of make test: Ray, commands, benchmarks
 	$(call part,$(OTHER_TESTS),$(ANYWHERE) and slow)
 
 test: $(STAMP) ## tests that need neither a GPU nor root, without those of check and test-long
-	@$(MAKE) --no-print-directory -j3 test-slow test-engines test-trainer test-fast AT_THE_END='$(PRINTED)'
+	@$(MAKE) --no-print-directory -j3 test-slow test-trainer test-fast test-engines AT_THE_END='$(PRINTED)'
 
 test-long: $(STAMP) ## whole runs, engines of two ranks, proof that drafts lose nothing
 	$(RUN) -m pytest tests -m "long and not gpu" $(PYTEST_ARGS)
