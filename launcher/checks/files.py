@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from rollout.data.rows import prompt_of, raw_rows, read_rows
+from rollout.data.rows import prompt_of, raw_rows, read_rows, unreadable
 
 KINDS = (".jsonl", ".parquet")
 
@@ -47,7 +47,7 @@ def _file(key: str, path: str) -> str:
     try:
         is_file = Path(path).is_file()
     except OSError as error:
-        return f"`{key}` = {path}: cannot be read ({error.strerror}); make it readable, or name another file"
+        return f"`{key}` = {unreadable(Path(path), error)}"
     if not is_file:
         return f"`{key}` = {path}: no such file (started in {Path.cwd()})"
     if Path(path).suffix not in KINDS:

@@ -184,6 +184,11 @@ def _steps(metrics: MetricTable) -> list[Step]:
     return steps
 
 
+def begins_start(before: Step, step: Step) -> bool:
+    """Whether the run was started anew between two steps."""
+    return step.start_s - before.end_s > START_S
+
+
 def _starts_s(steps: Sequence[Step]) -> list[float]:
-    """Begins of steps after a pause."""
-    return [step.start_s for before, step in pairwise(steps) if step.start_s - before.end_s > START_S]
+    """Begins of the first steps of later starts."""
+    return [step.start_s for before, step in pairwise(steps) if begins_start(before, step)]

@@ -8,7 +8,7 @@ from launcher.report.chrome_trace import num_steps_shown
 from launcher.report.html import grid, section
 from launcher.report.lanes import PART_COLOURS, PART_LABELS
 from launcher.report.metric_table import MetricTable
-from launcher.report.run_timeline import RunTimeline, Step
+from launcher.report.run_timeline import RunTimeline, Step, begins_start
 from launcher.report.timeline_plot import MAX_ENGINES, engine_rows
 from rollout.tracing.timeline import Part
 
@@ -56,11 +56,10 @@ def _picture(run: RunTimeline) -> str:
 
 
 def last_steps(steps: Sequence[Step]) -> Sequence[Step]:
-    """The last few steps without a long pause between them; two starts of a run can be days apart."""
+    """The last few steps of the last start of the run; two starts can be days apart."""
     first = len(steps)
     while first > 0 and len(steps) - first < NUM_STEPS_SHOWN:
-        step = steps[first - 1]
-        if first < len(steps) and steps[first].start_s - step.end_s > step.end_s - step.start_s:
+        if first < len(steps) and begins_start(steps[first - 1], steps[first]):
             break
         first -= 1
     return steps[first:]

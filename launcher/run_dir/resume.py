@@ -12,7 +12,6 @@ from pathlib import Path
 import yaml
 
 from launcher.config.schema import RunConfig
-from launcher.config.yaml_source import Value
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import replace_text
 from megatron_rl.algorithm_settings import STAGES
@@ -69,7 +68,7 @@ def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
     saved = run_dir / "config.yaml"
     if not saved.exists():
         return []
-    before = _flat(yaml.safe_load(saved.read_text(encoding="utf-8")))
+    before = flat_keys(yaml.safe_load(saved.read_text(encoding="utf-8")))
     _refuse_renamed(saved, before)
     lines = {key: f"{line}{_consequence(key, config)}" for key, line in _differences(before, config).items()}
     if fixed := [line for key, line in lines.items() if key in FIXED]:
@@ -87,12 +86,12 @@ def changes_since_last_start(run_dir: Path, config: RunConfig) -> list[str]:
         before = yaml.safe_load(saved.read_text(encoding="utf-8"))
     except (FileNotFoundError, yaml.YAMLError):  # the lines serve a person only, and must not keep a run from its start
         return []
-    return list(_differences(_flat(before), config).values()) if isinstance(before, dict) else []
+    return list(_differences(flat_keys(before), config).values()) if isinstance(before, dict) else []
 
 
-def _differences(before: Mapping[str, Value], config: RunConfig) -> dict[str, str]:
+def _differences(before: Mapping[str, object], config: RunConfig) -> dict[str, str]:
     """`key: before -> now` of each key that differs, by key."""
-    now = _flat(config.model_dump(mode="json"))
+    now = flat_keys(config.model_dump(mode="json"))
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key) and key != "run_dir"]
     return {key: f"{key}: {before.get(key)} -> {now.get(key)}" for key in changed}
 
@@ -135,7 +134,7 @@ def _of_decays(key: str, config: RunConfig) -> list[str]:
     return said
 
 
-def _refuse_renamed(saved: Path, before: Mapping[str, Value]) -> None:
+def _refuse_renamed(saved: Path, before: Mapping[str, object]) -> None:
     """Raises if a stage of the saved configuration has the name of a built-in function of an earlier version."""
     for stage in STAGES:
         value = before.get(f"{stage.key}.name", before.get(stage.key))
@@ -143,8 +142,8 @@ def _refuse_renamed(saved: Path, before: Mapping[str, Value]) -> None:
             raise RunDirectoryError(f"`{saved}`: `{stage.key}` = {value}: {problem} in that file, then resume")
 
 
-def _flat(value: Value, prefix: str = "") -> dict[str, Value]:
+def flat_keys(value: object, prefix: str = "") -> dict[str, object]:
     """Dotted keys of nested tables; lists stay whole."""
     if not isinstance(value, dict):
         return {prefix.rstrip("."): value}
-    return {key: leaf for name, inner in value.items() for key, leaf in _flat(inner, f"{prefix}{name}.").items()}
+    return {key: leaf for name, inner in value.items() for key, leaf in flat_keys(inner, f"{prefix}{name}.").items()}

@@ -19,7 +19,7 @@ import json
 import os
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Protocol, Self
@@ -27,6 +27,7 @@ from typing import Protocol, Self
 from launcher.config.schema import WandbConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.atomic_files import replace_text
+from launcher.run_dir.resume import flat_keys
 from rollout.failures import brief
 
 CONNECT_TIMEOUT_S = 60.0
@@ -246,19 +247,10 @@ class Tracker:
 def _digest(settings: Mapping[str, object]) -> str:
     chosen = {
         key: value
-        for key, value in _leaves(settings)
+        for key, value in flat_keys(settings).items()
         if _is_below(key, LEARNING_KEYS) and not _is_below(key, NOT_LEARNING_KEYS)
     }
     return hashlib.blake2b(json.dumps(chosen, sort_keys=True).encode(), digest_size=16).hexdigest()
-
-
-def _leaves(settings: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Dotted keys of nested tables with their values; lists stay whole."""
-    for name, value in settings.items():
-        if isinstance(value, Mapping):
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value
 
 
 def _is_below(key: str, tables: Sequence[str]) -> bool:

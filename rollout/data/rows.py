@@ -66,7 +66,7 @@ def raw_rows(path: str) -> RawRows:
     try:
         is_file = file.is_file()
     except OSError as error:
-        raise ValueError(_unreadable(file, error)) from error
+        raise ValueError(unreadable(file, error)) from error
     if not is_file:
         raise ValueError(f"{path}: no such file")
     if file.suffix == ".jsonl":
@@ -84,7 +84,7 @@ def _json_lines(file: Path) -> RawRows:
                     where = f"{file}, line {number}"
                     yield where, _json(line, where)
     except OSError as error:
-        raise ValueError(_unreadable(file, error)) from error
+        raise ValueError(unreadable(file, error)) from error
 
 
 def _json(line: bytes, where: str) -> object:
@@ -112,7 +112,8 @@ def _parquet_rows(file: Path) -> RawRows:
         raise ValueError(f"{file}, behind row {number}: the parquet file is corrupt: {error}") from error
 
 
-def _unreadable(file: Path, error: OSError) -> str:
+def unreadable(file: Path, error: OSError) -> str:
+    """A sentence about a file that cannot be read."""
     return f"{file}: cannot be read ({error.strerror}); make it readable, or name another file"
 
 

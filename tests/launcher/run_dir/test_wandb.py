@@ -13,10 +13,12 @@ import pytest
 from wandb.errors import AuthenticationError, UsageError
 from wandb.proto import wandb_internal_pb2
 
-from launcher.config.schema import RunConfig, WandbConfig
+from launcher.config.schema import WandbConfig
 from launcher.errors import ConfigError
 from launcher.run_dir import wandb as tracking
+from launcher.run_dir.resume import flat_keys
 from launcher.run_dir.wandb import Tracker
+from tests.launcher.run_dir.test_resume import run_config
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 from tests.support.wandb_server import KEY, wandb_server
@@ -275,14 +277,8 @@ def test_steps_that_another_configuration_repeats_go_to_another_run_in_wandb(
     assert third.run_id == second.run_id and said == [], "the same configuration repeats a step of its own"
 
 
-def run_config(**parts: object) -> RunConfig:
-    return RunConfig.model_validate(
-        {"model": "m", "run_dir": "r", "num_steps": 3, "data": {"train": [{"path": "x.jsonl"}]}, **parts}
-    )
-
-
 def test_the_keys_that_decide_what_a_step_learns_are_keys_of_a_run() -> None:
-    keys = {name for name, _ in tracking._leaves(run_config().model_dump(mode="json"))}
+    keys = set(flat_keys(run_config().model_dump(mode="json")))
     for table in (*tracking.LEARNING_KEYS, *tracking.NOT_LEARNING_KEYS):
         assert any(tracking._is_below(key, [table]) for key in keys), table
     for table in tracking.NOT_LEARNING_KEYS:
