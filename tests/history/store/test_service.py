@@ -54,12 +54,18 @@ def started(log_lines):
         services.append(
             start_history(config, directory=segments_dir(name), fingerprint="f", environment={}, upkeep=upkeep)
         )
+        await_start(services[-1])
         return services[-1]
 
     yield start
     for service in services:
         service.close()
         assert not [path for path in SHM.iterdir() if path.name.startswith(Path(service.directory).name)]
+
+
+def await_start(service: HistoryService) -> None:
+    """Wait until every actor has a process: on a busy machine that takes longer than a report waits."""
+    ray.get([actor.handle.__ray_ready__.remote() for actor in service._actors])
 
 
 def remember(service: HistoryService, step: int, keys=KEYS) -> None:
@@ -330,6 +336,7 @@ def two_readers(tmp_path, log_lines):
         fingerprint="f",
         upkeep=Upkeep(log=log_lines),
     )
+    await_start(service)
     yield service
     service.close()
     assert not list(tmp_path.glob("run-*"))
@@ -371,7 +378,7 @@ def test_a_reader_whose_segments_stay_as_they_are_gets_no_call(two_readers, tmp_
     service = two_readers
     remember(service, 0)
     service.publish_segments({"a": SegmentOrder(fresh=tuple(KEYS[:2]))})
-    until(lambda: service.report().num_built == 2)
+    until(lambda: service.report().num_built == 2 and all(service._fulfilled.get(node) for node in "ab"))
     num_calls = len(service._pending)
     service.publish_segments({"a": SegmentOrder(kept=(KEYS[1], KEYS[0]))})
     assert len(service._pending) == num_calls  # neither for "b", which still has none
