@@ -36,9 +36,9 @@ BENCHMARKS := at_scale control_plane drafting drafting.store_soak drafting.trees
     rollout.sampling rollout.step_time saves
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-.PHONY: help test-fast test-engines test-trainer test-slow setup setup-cuda quickstart test test-long test-bench test-cluster faults rehearse check bench records test-gpu
+.PHONY: help check-code check-packages test-fast test-engines test-trainer test-slow setup setup-cuda quickstart test test-long test-bench test-cluster faults rehearse check bench records test-gpu
 .DELETE_ON_ERROR:
 
 X86_64 = [ "$$(uname -m)" = x86_64 ] || { echo "make: this machine is $$(uname -m), but the packages are locked for \
@@ -144,9 +144,14 @@ rehearse: $(VENV_CUDA)/.installed ## GPU code on stub devices, without a GPU; fo
 	$(VENV_CUDA)/bin/python -m benchmarks.rehearsal --json runs/bench/rehearsal.json
 
 check: $(STAMP) ## lint, format, types, layering, packaging
+	@$(MAKE) --no-print-directory --output-sync=target -j2 check-code check-packages
+
+check-code: $(STAMP) ## lint, format, types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+check-packages: $(STAMP) ## layering, packaging
 	$(RUN) -m pytest -q tests/test_layering.py tests/test_packaging.py
 
 bench: $(STAMP) ## all benchmarks, the quick way

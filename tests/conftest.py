@@ -1,5 +1,6 @@
 """What the whole suite shares: one Ray, on it a trainer of two ranks and two engines, and what scripts answered."""
 
+import gc
 import json
 import threading
 from collections.abc import Callable, Iterator
@@ -150,6 +151,18 @@ def _waits_for(name: str) -> Callable[..., object]:
 
 
 globals().update({name: _waits_for(name) for name in (*RUNS, *OTHER_RUNS)})
+
+
+def pytest_configure() -> None:
+    """No garbage collection while tests are collected, for what is imported then stays alive."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Later collections do not scan the imported modules."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

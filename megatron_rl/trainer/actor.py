@@ -16,7 +16,7 @@ from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult,
 from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.failures import DeadlineError
-from rollout.processes import ProcessId, given_devices, redirect_output, write_stacks_on_signal
+from rollout.processes import ProcessId, given_devices, no_collection, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory, StoreAddress
 from rollout.transports.shm_files import sweep
 from rollout.types import ColumnsRef, GroupColumns, WeightVersion
@@ -63,11 +63,12 @@ class TrainerActor:
     def rendezvous(self) -> tuple[str, int]:
         """Import the modules that `join` needs, on all ranks in parallel. Rank 0 opens the store: (host, port)."""
         progress.begin("rendezvous")
-        import torch  # noqa: F401  # one import after the other, because each takes seconds
+        with no_collection():
+            import torch  # noqa: F401  # one import after the other, because each takes seconds
 
-        progress.mark("import Megatron")
-        import megatron_rl.model.parallel  # noqa: F401  # `join` uses it
-        from rollout.transports.rendezvous import open_store
+            progress.mark("import Megatron")
+            import megatron_rl.model.parallel  # noqa: F401  # `join` uses it
+            from rollout.transports.rendezvous import open_store
 
         if self._rank:
             return "", 0
@@ -78,11 +79,12 @@ class TrainerActor:
     def join(self, host: str, port: int) -> None:
         """Join the other ranks at rank 0's store, build the model, load its weights."""
         progress.begin("join")
-        import torch
+        with no_collection():
+            import torch
 
-        from megatron_rl.model.parallel import initialize, join_store
-        from megatron_rl.trainer.saves import SavedPolicy
-        from megatron_rl.trainer.trainer import Trainer
+            from megatron_rl.model.parallel import initialize, join_store
+            from megatron_rl.trainer.saves import SavedPolicy
+            from megatron_rl.trainer.trainer import Trainer
 
         progress.mark("process groups")
         config = self._spec.config

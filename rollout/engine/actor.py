@@ -19,7 +19,7 @@ from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineProgress, EngineProof, EngineState, EngineStats, UpdateTimes
 from rollout.group_parts import joined, most_parts, split
 from rollout.planning.migration import InFlight
-from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
+from rollout.processes import ProcessId, no_collection, redirect_output, write_stacks_on_signal
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.types import GroupColumns, GroupId, GroupSummary, PromptGroup
@@ -38,14 +38,16 @@ class EngineActor:
     def __init__(self, spec: EngineSpec) -> None:
         redirect_output()
         write_stacks_on_signal()
-        from rollout.engine.engine import Engine
+        with no_collection():
+            from rollout.engine.engine import Engine
 
-        self._engine = Engine(spec.on_node(str(ray.get_runtime_context().get_node_id())))
+            self._engine = Engine(spec.on_node(str(ray.get_runtime_context().get_node_id())))
         self._history_sender: HistorySender | None = None
 
     async def start(self) -> ProcessId:
         """See `Engine.start`."""
-        await self._engine.start()
+        with no_collection():  # vLLM imports most of its modules here
+            await self._engine.start()
         _never_scan_again()  # what was imported
         return ProcessId.of_this_process(await self.node_id())
 

@@ -14,7 +14,7 @@ from rollout.config import RewardConfig
 from rollout.data.tokenizer import Tokenizer, TokenizerSource
 from rollout.failures import ProcessLostError
 from rollout.group_parts import joined
-from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
+from rollout.processes import ProcessId, no_collection, redirect_output, write_stacks_on_signal
 from rollout.rewards.scorer import ResponseScorer
 from rollout.types import GroupColumns, PromptGroup, ScorerAnswer
 
@@ -70,7 +70,8 @@ class ScorerActor:
             if self._scorer is None:
                 redirect_output()
                 write_stacks_on_signal()
-                tokenizer = await asyncio.to_thread(Tokenizer, self._source)
+                with no_collection():
+                    tokenizer = await asyncio.to_thread(Tokenizer, self._source)
                 scorer = ResponseScorer(tokenizer, self._config)
                 await scorer.start()
                 self._scorer = scorer

@@ -19,7 +19,7 @@ import ray
 from rollout.data.prompts import LoadedPrompts, Overlong, PromptLoader
 from rollout.data.tokenizer import Tokenizer, TokenizerFacts, TokenizerSource, check_fits_model
 from rollout.group_parts import joined
-from rollout.processes import ProcessId, redirect_output, write_stacks_on_signal
+from rollout.processes import ProcessId, no_collection, redirect_output, write_stacks_on_signal
 from rollout.rewards.sample_rows import SampleRow, SampleWriter
 from rollout.types import GroupColumns, GroupId, ScoredGroup
 
@@ -108,7 +108,8 @@ class TextActor:
         if self._parts is None:
             redirect_output()
             write_stacks_on_signal()
-            self._parts = TextParts.start(self._source)
+            with no_collection():
+                self._parts = TextParts.start(self._source)
         return self._parts
 
 

@@ -1,5 +1,6 @@
 """Processes of an owner that is killed end too."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import psutil
 import pytest
 
-from rollout.processes import given_devices, on_devices
+from rollout.processes import given_devices, no_collection, on_devices
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 
@@ -56,3 +57,17 @@ def test_a_process_knows_the_devices_that_it_was_given(devices: list[str]):
 
 def test_devices_that_a_user_names_are_not_given_to_a_process_on_the_cpu():
     assert given_devices({"CUDA_VISIBLE_DEVICES": "0"} | on_devices([])) == ""
+
+
+def test_collection_pauses_for_imports_also_if_they_fail_and_stays_off_where_it_was_off():
+    def failing_import():
+        with no_collection():
+            with no_collection():
+                assert not gc.isenabled()
+            assert not gc.isenabled()
+            raise ImportError
+
+    assert gc.isenabled()
+    with pytest.raises(ImportError):
+        failing_import()
+    assert gc.isenabled()
