@@ -44,8 +44,8 @@ class ActorProcess:
     node_id: str
     """Ray's id of its node."""
     pid: int
-    created_s: float
-    """When it started; process ids are used again."""
+    start_ticks: int
+    """Its start, as `history.process_stat` reads it; process ids are used again."""
     host: str = ""
     """Name of its machine, for messages."""
 

@@ -27,15 +27,18 @@ class ZeroVariance(Choice):
 
 
 class Accuracy(Choice):
-    """Keeps groups whose mean reward lies strictly between two bounds (DAPO, arXiv 2503.14476, section 3.2)."""
+    """Keeps groups whose mean accuracy lies strictly between two bounds (DAPO, arXiv 2503.14476, section 3.2). The
+    accuracy of a response is the `acc` of the reward function, else its reward before the shaping. A run ends at an
+    accuracy outside 0 to 1.
+    """
 
     path: ClassVar[str] = f"{_PACKAGE}.filters.accuracy"
     name: Literal["accuracy"] = "accuracy"
     """Name of the function."""
     low: float = 0.0
-    """Groups with this mean reward or less are dropped."""
+    """Groups with this mean accuracy or less are dropped."""
     high: float = 1.0
-    """Groups with this mean reward or more are dropped."""
+    """Groups with this mean accuracy or more are dropped."""
 
 
 class KeepAll(Choice):

@@ -58,7 +58,7 @@ class OptimizerConfig(Config):
     learning_rate: float = Field(default=1e-6, ge=0)
     """Peak learning rate."""
     min_learning_rate: float = Field(default=0.0, ge=0)
-    """Learning rate at the end of the decay."""
+    """Learning rate at the end of the decay. Without a decay it must be 0."""
     warmup_steps: int = Field(default=0, ge=0)
     """Optimizer steps of linear warm-up. A resume does not enter one again that was over."""
     decay: Literal["constant", "linear", "cosine"] = "constant"
@@ -156,8 +156,9 @@ class TrainerConfig(Config):
     micro batch, a tensor, a bucket, or a MiB of a file. It must be longer than the first micro batch, which compiles
     kernels on a GPU. `timeout_s` still bounds the whole call."""
     max_restarts: int = Field(default=2, ge=0)
-    """Most restarts of the trainer in a run. If a rank dies, hangs or fails, all ranks start again from the newest
-    checkpoint. Engines and history stay, and the steps since the checkpoint are repeated."""
+    """Most restarts of the trainer within the last 100 finished steps; repeated steps count once. If a rank dies, hangs
+    or fails, all ranks start again from the newest checkpoint. Engines and history stay, and the steps since the
+    checkpoint are repeated."""
     megatron: dict[str, str | int | float | bool] = {}
     """Further fields of Megatron's `TransformerConfig`, those that change how a forward is computed and not what is
     learned (list in `megatron_rl.passthrough`)."""

@@ -64,8 +64,9 @@ class DataConfig(Config):
 class SamplingConfig(Config):
     """Sampling of training responses. Top-p and top-k are refused because they bias importance weights."""
 
-    temperature: float = Field(default=1.0, gt=0)
-    """Sampling temperature. The trainer divides its logits by the same number."""
+    temperature: float = Field(default=1.0, ge=0.01)
+    """Sampling temperature. The trainer divides its logits by the same number. vLLM would sample at 0.01 if it were
+    lower."""
     max_response_tokens: int = Field(default=1024, gt=0)
     """Most tokens of a response. A response that reaches the limit counts as truncated."""
     top_p: float = 1.0
@@ -119,7 +120,8 @@ class EngineConfig(Config):
     probe_max_kv_gap: float = Field(default=0.45, gt=0)
     """What `kv_format` = fp8 may add to this difference: the bound is the root of the sum of both squares."""
     max_restarts: int = Field(default=3, ge=0)
-    """How many times a run restarts engines that have died. Interrupted groups resume on any engine."""
+    """Most restarts of dead engines, all together, within the last 100 finished steps; one more death ends the run.
+    Interrupted groups resume on any engine."""
     progress_timeout_s: float = Field(default=600.0, gt=0)
     """An engine that emits no token for this long, although it has responses to sample, is ended and counts as dead."""
     start_timeout_s: float = Field(default=1200.0, gt=0)
@@ -219,11 +221,12 @@ class RewardConfig(Config):
     """Names of environment variables that the function needs, such as the key of a service. Each must be set where the
     command starts, and a SLURM job receives them. Workers have no others but paths, language, threads and proxies."""
     max_restarts: int = Field(default=3, ge=0)
-    """How many times a scorer, or the process that writes samples, is restarted after it died or hung. Its calls are
-    repeated."""
+    """Most restarts of each scorer, and of the process that writes samples, after it died or hung. They count from the
+    start of the command. Its calls are repeated."""
     failure_score: float | None = None
     """Reward of a response whose scoring failed or exceeded the time limit. Without it the response leaves its group:
-    it is not trained on, and has no part in the baseline. Both are counted. In an evaluation it scores 0."""
+    it is not trained on, and has no part in the baseline. But a late one has the `LATE_SCORE` of the function's module,
+    if there is one. All are counted. In an evaluation it scores 0."""
 
 
 class EvalSetConfig(Config):

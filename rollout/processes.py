@@ -34,6 +34,7 @@ from pathlib import Path
 import psutil
 
 from history.own_files import opener
+from history.process_stat import start_ticks
 from rollout.progress import page_descriptor
 
 
@@ -183,13 +184,13 @@ def redirect_output() -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessId:
-    """A process of the cluster."""
+    """A process of the cluster. Different values count as different processes, for example as a restarted one."""
 
     node_id: str
-    """Ray's id of its node."""
+    """Ray's id of its node; a machine that boots again becomes another node."""
     pid: int
-    created_s: float
-    """When it started; process ids are used again."""
+    start_ticks: int
+    """Its start, as `history.process_stat` reads it: process ids are used again, and a wall clock may be set."""
     log: str = ""
     """Its log file, where `VARIABLE` named one; the name of the node is in it."""
     page: int = -1
@@ -203,11 +204,11 @@ class ProcessId:
     @classmethod
     def of_this_process(cls, node_id: str) -> "ProcessId":
         """This process, on a node of this id."""
-        me = psutil.Process()
+        pid = os.getpid()
         return cls(
             node_id=node_id,
-            pid=me.pid,
-            created_s=me.create_time(),
+            pid=pid,
+            start_ticks=start_ticks(pid),
             log=os.environ.get(VARIABLE, ""),
             page=page_descriptor(),
             host=socket.gethostname(),
@@ -238,10 +239,10 @@ def family(process: ProcessId) -> list[psutil.Process]:
     """A process of this node and its children; empty if it has ended."""
     try:
         root = psutil.Process(process.pid)
-        if abs(root.create_time() - process.created_s) > 1.0:
+        if start_ticks(process.pid) != process.start_ticks:
             return []
         return [root, *root.children(recursive=True)]
-    except psutil.NoSuchProcess:
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
         return []
 
 

@@ -215,7 +215,7 @@ class Score:
     error: str = ""
     """One line for `ERROR` and `TIMEOUT`."""
     is_left_out: bool = False
-    """Whether the response leaves its group: scoring failed, and no substitute is configured."""
+    """Whether the response leaves its group: scoring failed, and there is no substitute."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +278,7 @@ class ScoredGroup:
     group: PromptGroup
     summary: GroupSummary
     rewards: tuple[float, ...]
-    """[G], finite; a failed scoring gives the configured substitute, or 0 where the response is left out."""
+    """[G], finite; a failed scoring gives a substitute, or 0 where the response is left out."""
     scores: tuple[Score, ...] = ()
     """[G], outcome of each scoring."""
     columns: tuple[ColumnsRef, ...]

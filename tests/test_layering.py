@@ -165,7 +165,7 @@ FLOORS = {
     ),
     "launcher/estimate": Floor(
         imports=(
-            "history/store rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights "
+            "history/lengths history/store rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights "
             "megatron_rl/activations.py megatron_rl/memory.py launcher launcher/config "
             "launcher/run_dir/atomic_files.py launcher/cluster"
         ),

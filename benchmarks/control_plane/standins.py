@@ -133,11 +133,11 @@ class Host:
 
     async def start(self, engine: int) -> ProcessId:
         """The engine has started, on a node of its own."""
-        return ProcessId(node_id=node_name(engine), pid=engine, created_s=0.0)
+        return ProcessId(node_id=node_name(engine), pid=engine, start_ticks=0)
 
     async def process(self, rank: int) -> ProcessId:
         """The rank lives."""
-        return ProcessId(node_id="", pid=rank, created_s=0.0)
+        return ProcessId(node_id="", pid=rank, start_ticks=0)
 
     async def train(self, rank: int, batch: object) -> StepResult:
         """One step."""
@@ -172,15 +172,15 @@ class Host:
     async def score(self, scorer: int, group: PromptGroup, *parts: object) -> ScorerAnswer:
         """Two kinds of rewards."""
         scores = tuple(Score(reward=float(sample % 2), status=ScoreStatus.OK) for sample in range(len(group.seeds)))
-        return ScorerAnswer(scores=scores, process=ProcessId(node_id="", pid=scorer, created_s=0.0))
+        return ScorerAnswer(scores=scores, process=ProcessId(node_id="", pid=scorer, start_ticks=0))
 
     async def alive(self, scorer: int) -> ProcessId:
         """See `ScorerActor.alive`."""
-        return ProcessId(node_id="", pid=scorer, created_s=0.0)
+        return ProcessId(node_id="", pid=scorer, start_ticks=0)
 
     async def write_samples(self, scorer: int, groups: object, **_: object) -> WrittenSamples:
         """The samples are written."""
-        return WrittenSamples(rows=[], process=ProcessId(node_id="", pid=scorer, created_s=0.0))
+        return WrittenSamples(rows=[], process=ProcessId(node_id="", pid=scorer, start_ticks=0))
 
     async def publish(self, reader: int, order: object, shards: object) -> None:
         """A reader publishes segments."""

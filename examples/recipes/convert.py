@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 from launcher.run_dir.atomic_files import replace_text
-from rollout.data.rows import raw_rows
+from rollout.data.rows import ground_truth_of, raw_rows
 
 ASK = "\n\nReason step by step, and put the final answer into \\boxed{}."
 
@@ -31,7 +31,7 @@ def convert(source: str, *, data_source: str = "") -> tuple[list[dict[str, objec
         data_source: name of the data set in rows that have none; empty for the file's name.
 
     Raises:
-        ValueError: a row has neither shape, or the file cannot be read.
+        ValueError: a row has neither shape or no ground truth, or the file cannot be read.
     """
     rows: dict[str, dict[str, object]] = {}
     count = 0
@@ -50,19 +50,15 @@ def _row(values: object, *, where: str, data_source: str) -> dict[str, object]:
         raise ValueError(f"{where}: a row must have columns, not {values!r}")
     lower = {str(name).lower(): value for name, value in values.items()}
     if "prompt" in lower:
-        model = lower.get("reward_model")
-        truth = model.get("ground_truth") if isinstance(model, Mapping) else lower.get("answer")
         prompt = lower["prompt"]
     elif "problem" in lower:
-        truth, prompt = lower.get("answer"), [{"role": "user", "content": f"{lower['problem']}{ASK}"}]
+        prompt = [{"role": "user", "content": f"{lower['problem']}{ASK}"}]
     else:
         raise ValueError(f"{where}: has columns {', '.join(lower)}, but `prompt` or `problem` is needed")
-    if truth is None:
-        raise ValueError(f"{where}: has neither `reward_model.ground_truth` nor `answer`")
     return {
         "prompt": prompt,
         "data_source": lower.get("data_source") or data_source,
-        "ground_truth": str(truth),
+        "ground_truth": ground_truth_of(lower, where=where),
         "extra_info": lower.get("extra_info"),
     }
 

@@ -46,11 +46,17 @@ def _lock(directory: Path) -> int | None:
     make_private_folder(directory)
     descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with contextlib.suppress(OSError):
-        if os.path.samestat(os.fstat(descriptor), (directory / _LOCK).stat()):
-            return descriptor
+    if is_claimed(directory, descriptor):
+        return descriptor
     os.close(descriptor)
     return None
+
+
+def is_claimed(directory: Path, descriptor: int) -> bool:
+    """Whether a lock of `claim` still locks `directory`, and nobody has removed the folder since."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(descriptor), (directory / _LOCK).stat())
+    return False
 
 
 def sweep_segments() -> list[Path]:

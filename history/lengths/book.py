@@ -3,16 +3,19 @@
 The controller owns the book of a run: it sees the lengths of every group, whether engines draft or not. The book keeps
 the last visits of a prompt only; older ones have little weight (`history.lengths.estimate`).
 
+A visit is the responses of one prompt in one step. A run can have millions, so each prompt has one small array.
+
 Invariants (`check_integrity`): visits of a prompt ascend by step, and each has at least one length. The prior is the
 mean of all stored lengths.
 """
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from history.lengths.estimate import OLDER, PRIOR_MEAN, PRIOR_WEIGHT, LengthEstimate
 from history.lengths.reuse import rank_correlation
@@ -20,27 +23,31 @@ from history.lengths.reuse import rank_correlation
 KEPT_VISITS = 3
 _RECENT = 1024
 """Number of recent forecasts that `metrics` evaluates."""
+_PROMPT_BYTES = 400
+"""Most bytes of a prompt beside its responses: header of its array, key, entry of the table; more while it is saved."""
+_RESPONSE_BYTES = 20
+"""Of a response: step and length, a copy of both while the book is saved, and a buffer of the file."""
+
+Ints = npt.NDArray[np.int32]
+_NO_RESPONSES: Ints = np.zeros((2, 0), dtype=np.int32)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Visit:
-    """The responses of one prompt in one step."""
-
-    step: int
-    lengths: tuple[int, ...]
-    """Tokens, at least 1 each."""
+def most_bytes(*, num_visits: int, visit_responses: int) -> int:
+    """Bound of the memory of a book with so many visits of so many responses, in bytes, also while it is saved."""
+    return num_visits * (_PROMPT_BYTES + _RESPONSE_BYTES * visit_responses)
 
 
 class LengthBook:
     """Response lengths by prompt key. `observe` and `load` mutate."""
 
     def __init__(self) -> None:
-        self._visits: dict[int, deque[Visit]] = {}
+        self._responses: dict[int, Ints] = {}
+        """By key: step and length (tokens, at least 1) of each response, [2, n]. Neighbours of one step are a visit."""
         self._sum = self._count = 0
         self._recent: deque[tuple[float, float]] = deque(maxlen=_RECENT)
 
     def __len__(self) -> int:
-        return len(self._visits)
+        return len(self._responses)
 
     @property
     def prior_mean(self) -> float:
@@ -50,46 +57,35 @@ class LengthBook:
     def expected(self, key: int) -> float:
         """Mean of `estimate(key)`, without computing the other fields."""
         weighted, total, weight = PRIOR_WEIGHT * self.prior_mean, PRIOR_WEIGHT, 1.0
-        for visit in reversed(self._visits.get(key, ())):
-            weighted += weight * sum(visit.lengths)
-            total += weight * len(visit.lengths)
+        steps, lengths = self._responses.get(key, _NO_RESPONSES)
+        cuts = [*_begins(steps).tolist(), len(lengths)]
+        for first, last in reversed(list(pairwise(cuts))):
+            weighted += weight * sum(lengths[first:last].tolist())
+            total += weight * (last - first)
             weight *= OLDER
         return weighted / total
 
     def estimate(self, key: int) -> LengthEstimate:
         """Estimate the lengths of a prompt's next responses."""
-        visits = self._visits.get(key, ())
-        return LengthEstimate.of(
-            [length for visit in visits for length in visit.lengths],
-            steps=[visit.step for visit in visits for _ in visit.lengths],
-            prior_mean=self.prior_mean,
-        )
+        steps, lengths = self._responses.get(key, _NO_RESPONSES).tolist()
+        return LengthEstimate.of(lengths, steps=steps, prior_mean=self.prior_mean)
 
     def observe(self, key: int, step: int, lengths: Sequence[int]) -> None:
         """Record the lengths of a prompt's responses, in tokens; empty responses are ignored.
 
         If the prompt was seen before, `metrics` compares its forecast with these lengths.
         """
-        observed = tuple(int(length) for length in lengths if length > 0)
+        observed = [int(length) for length in lengths if length > 0]
         if not observed:
             return
-        visits = self._visits.get(key)
-        if visits is None:
-            visits = self._visits[key] = deque()
-        else:
+        if key in self._responses:
             self._recent.append((self.expected(key), float(np.mean(observed))))
-        if visits and visits[-1].step == step:
-            observed = visits[-1].lengths + observed
-            self._forget(visits.pop())
-        visits.append(Visit(step=step, lengths=observed))
-        self._sum += sum(observed)
-        self._count += len(observed)
-        if len(visits) > KEPT_VISITS:
-            self._forget(visits.popleft())
-
-    def _forget(self, visit: Visit) -> None:
-        self._sum -= sum(visit.lengths)
-        self._count -= len(visit.lengths)
+        added = np.array([[step] * len(observed), observed], dtype=np.int32)
+        responses = np.concatenate([self._responses.get(key, _NO_RESPONSES), added], axis=1)
+        first = int(_begins(responses[0])[-KEPT_VISITS:][0])
+        self._responses[key] = responses[:, first:].copy()
+        self._sum += sum(observed) - int(responses[1, :first].sum())
+        self._count += len(observed) - first
 
     def correlation(self) -> float:
         """Rank correlation of forecast and measured lengths over recent groups of known prompts; NaN for too few."""
@@ -108,32 +104,53 @@ class LengthBook:
         return [expected for expected, _ in self._recent], [measured for _, measured in self._recent]
 
     def save(self, path: Path) -> None:
-        """Write all lengths, but not the recent forecasts, into an `.npz` file."""
-        rows = [(key, visit) for key, visits in self._visits.items() for visit in visits]
+        """Write all lengths, but not the recent forecasts, into an `.npz` file.
+
+        `keys` (uint64), `steps` and `counts` have a value for each visit, `lengths` one for each response.
+        """
+        steps, lengths = np.concatenate([_NO_RESPONSES, *self._responses.values()], axis=1)
+        sizes = [len(responses[0]) for responses in self._responses.values()]
+        prompt_begins = np.cumsum([0, *sizes])[:-1]
+        begins = np.union1d(prompt_begins, _begins(steps))
+        prompts = np.searchsorted(prompt_begins, begins, side="right") - 1
         np.savez(
             path,
-            keys=np.array([key for key, _ in rows], dtype=np.uint64),
-            steps=np.array([visit.step for _, visit in rows], dtype=np.int64),
-            counts=np.array([len(visit.lengths) for _, visit in rows], dtype=np.int64),
-            lengths=np.array([length for _, visit in rows for length in visit.lengths], dtype=np.int64),
+            keys=np.array(list(self._responses), dtype=np.uint64)[prompts],
+            steps=steps[begins],
+            counts=np.diff(begins, append=len(lengths)).astype(np.int32),
+            lengths=lengths,
         )
 
     def load(self, path: Path) -> None:
-        """Add the lengths of a file written by `save`."""
+        """Replace the book by that of a file written by `save`; older ones have all integers in 64 bits.
+
+        Raises:
+            ValueError: the file holds something else, such as pickled objects.
+        """
         with np.load(path, allow_pickle=False) as file:
-            keys, steps, counts, lengths = (file[name].tolist() for name in ("keys", "steps", "counts", "lengths"))
-        first = 0
-        for key, step, count in zip(keys, steps, counts, strict=True):
-            self.observe(key, step, lengths[first : first + count])
-            first += count
+            keys, steps, counts, lengths = (file[name] for name in ("keys", "steps", "counts", "lengths"))
+        responses = np.stack([np.repeat(steps, counts), lengths]).astype(np.int32, copy=False)
+        visits = _begins(keys)
+        cuts = np.append(0, np.cumsum(counts))[np.append(visits, len(keys))]
+        self._responses = {
+            key: responses[:, first:last].copy()
+            for key, (first, last) in zip(keys[visits].tolist(), pairwise(cuts.tolist()), strict=True)
+        }
+        self._sum, self._count = int(responses[1].sum()), len(lengths)
         self._recent.clear()
 
     def check_integrity(self) -> None:
         """Assert the invariants."""
-        all_visits = [visit for visits in self._visits.values() for visit in visits]
-        assert all(visit.lengths and min(visit.lengths) > 0 for visit in all_visits)
-        for visits in self._visits.values():
-            steps = [visit.step for visit in visits]
+        for responses in self._responses.values():
+            steps = responses[0, _begins(responses[0])].tolist()
             assert steps == sorted(set(steps)) and 0 < len(steps) <= KEPT_VISITS
-        assert self._sum == sum(sum(visit.lengths) for visit in all_visits)
-        assert self._count == sum(len(visit.lengths) for visit in all_visits)
+            assert responses.dtype == np.int32 and responses.base is None and responses[1].min() > 0
+        assert self._sum == sum(int(responses[1].sum()) for responses in self._responses.values())
+        assert self._count == sum(len(responses[1]) for responses in self._responses.values())
+
+
+def _begins(values: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+    """Where a value differs from the one before it; the first one does. [n] -> [runs of equal values]."""
+    is_begin = np.ones(len(values), dtype=bool)
+    is_begin[1:] = values[1:] != values[:-1]
+    return np.flatnonzero(is_begin)

@@ -6,6 +6,7 @@ per prompt in shared memory (`history.index.segment`); engines map the segments.
 """
 
 import faulthandler
+import os
 import shutil
 import signal
 import socket
@@ -14,10 +15,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import ray
 
-from history.index.segments_dir import claim, sweep_segments
+from history.index.segments_dir import claim, is_claimed, sweep_segments
+from history.process_stat import start_ticks
 from history.store.prompt_store import PromptStore, Return, StoreStats
 from history.store.response_batch import ResponseBatch
 from history.store.snapshot import SnapshotFile, SnapshotWriter
@@ -62,15 +63,14 @@ class ReaderReport:
     num_built: int = 0
     """Segments that were built, since the reader began."""
     num_failures: int = 0
-    """Fetches that failed and segments that could not be written, since the reader began."""
+    """Fetches that failed, segments that could not be written and folders that were removed, since the reader began."""
     process: ActorProcess | None = None
     """None outside a run."""
 
 
 def _this_process() -> ActorProcess:
-    me = psutil.Process()
-    node_id = str(ray.get_runtime_context().get_node_id())
-    return ActorProcess(node_id=node_id, pid=me.pid, created_s=me.create_time(), host=socket.gethostname())
+    pid, node_id = os.getpid(), str(ray.get_runtime_context().get_node_id())
+    return ActorProcess(node_id=node_id, pid=pid, start_ticks=start_ticks(pid), host=socket.gethostname())
 
 
 def _write_stacks_on_signal() -> None:
@@ -167,6 +167,8 @@ class Reader:
 
     Invariant: the files of segments have at most `budget_bytes`, also while one replaces another. Engines keep removed
     files until they end the prompt; so a file is written only if as much is free, too.
+
+    Cleaners of `/dev/shm` may remove the folder. The next order makes it again, with the segments of all its prompts.
     """
 
     def __init__(self, directory: str, budget_bytes: int) -> None:
@@ -198,6 +200,7 @@ class Reader:
 
         Each call passes `shards`, because Ray cannot restart an actor whose constructor took handles.
         """
+        self._make_folder_again()
         self._places = {key: place for place, key in enumerate((*order.kept, *order.fresh))}
         for key in self._stamps.keys() - order.keys:
             self._remove(key)
@@ -208,6 +211,8 @@ class Reader:
         """Publish the segments of these prompts, too, as far as they are missing; they are needed at once."""
         for key in prompt_keys:
             self._places.setdefault(key, -1)
+        if self._make_folder_again():
+            prompt_keys = sorted(self._places, key=self._places.__getitem__)
         self._publish([key for key in prompt_keys if key not in self._stamps], shards)
 
     def report(self) -> ReaderReport:
@@ -225,6 +230,16 @@ class Reader:
     def close(self) -> None:
         """Remove the folder; engines keep the segments that they have mapped."""
         shutil.rmtree(self._directory, ignore_errors=True)
+
+    def _make_folder_again(self) -> bool:
+        """Make the folder again if it was removed; returns whether it was, and all segments with it."""
+        if is_claimed(self._directory, self._lock):
+            return False
+        lock = claim(self._directory)
+        os.close(self._lock)
+        self._lock, self._num_bytes, self._stamps, self._bytes = lock, 0, {}, {}
+        self._num_failures += 1
+        return True
 
     def _publish(self, prompt_keys: Sequence[int], shards: Sequence[ray.actor.ActorHandle]) -> None:
         """Publish the newest segments of these prompts, in this order."""
@@ -249,10 +264,10 @@ class Reader:
 
     def _publish_one(self, key: int, stamp: int, responses: Sequence[PastResponse]) -> None:
         num_bytes = self._segment.file_bytes(responses)
-        if not self._make_room(key, num_bytes):
-            self._num_left_out += 1
-            return
         try:
+            if not self._make_room(key, num_bytes):
+                self._num_left_out += 1
+                return
             segment = self._segment.build_segment(key, stamp, responses)
             self._num_built += 1
             self._segment.write_segment(self._directory, segment)

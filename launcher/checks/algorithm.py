@@ -20,6 +20,7 @@ from megatron_rl.algorithm_settings import (
     ReinforcePlusPlus,
     SeqMeanTokenSum,
     SeqMeanTokenSumNorm,
+    Unshaped,
     ZeroVariance,
 )
 from megatron_rl.config import AlgorithmConfig
@@ -38,6 +39,19 @@ def algorithm_problems(config: RunConfig) -> list[str]:
     problems += _shaping(algorithm, config.sampling.max_response_tokens)
     own_problems, own_needs = _plug_ins(algorithm)
     return problems + own_problems + further_problems(config, algorithm.needs.union(*own_needs.values()))
+
+
+def algorithm_warnings(algorithm: AlgorithmConfig) -> list[str]:
+    """Combinations that run, and rarely do what their user wants."""
+    shaping = algorithm.reward_shaping
+    is_judged_shaped = isinstance(algorithm.filter, ZeroVariance) and not isinstance(shaping, Unshaped)
+    if not algorithm.max_refill or not is_judged_shaped:
+        return []
+    return [
+        f"`algorithm.max_refill` = {algorithm.max_refill:g} with `algorithm.filter` = zero_variance and "
+        f"`algorithm.reward_shaping` = {shaping.name}: the filter judges shaped rewards, so groups that are all "
+        "right or all wrong may stay; set filter to accuracy, as DAPO does"
+    ]
 
 
 def _advantage(algorithm: AlgorithmConfig) -> list[str]:

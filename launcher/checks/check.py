@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from history.store.warm_start import warm_start_problems
-from launcher.checks.combinations import evaluation_sets, run_combinations, schedule_problems
+from launcher.checks.algorithm import algorithm_warnings
+from launcher.checks.combinations import checkpoint_warnings, evaluation_sets, run_combinations, schedule_problems
 from launcher.checks.deadlines import deadline_problems, deadline_warnings
 from launcher.checks.engine_arguments import engine_arguments, run_arguments
 from launcher.checks.files import broken_json, prompt_file, sft_file, tokenizer_problems
@@ -90,7 +91,9 @@ def check_run(
     format = WeightFormat.of(config.engine)
     warnings = weight_format_warnings(spec, format, nodes[0]) + fp8_warnings(spec, config.trainer, format)
     warnings += attention_warnings(config.trainer, nodes[0], flash_attention=flash_attention)
-    warnings += deadline_warnings(config) + store_warnings(config, fitted.placement) + argument_warnings
+    warnings += algorithm_warnings(config.algorithm)
+    warnings += checkpoint_warnings(config) + deadline_warnings(config)
+    warnings += store_warnings(config, fitted.placement) + argument_warnings
     return CheckedRun(
         config=config,
         spec=spec,

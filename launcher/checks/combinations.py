@@ -1,4 +1,4 @@
-"""Combinations of keys that cannot run, judged from the configuration alone.
+"""Combinations of keys that cannot run, or that risk a long run, judged from the configuration alone.
 
 Each function returns one sentence per problem. A sentence names both values and the fix.
 """
@@ -14,6 +14,9 @@ from megatron_rl.algorithm_settings import KeepAll, ReinforcePlusPlus, Reinforce
 from megatron_rl.config import OptimizerConfig
 from rollout.config import EvalSetConfig
 from rollout.types import TRAIN
+
+LONG_RUN_STEPS = 100
+"""Steps from which a run without checkpoints causes a warning; at a few minutes a step, a failure then costs hours."""
 
 
 def run_combinations(config: RunConfig) -> list[str]:
@@ -38,6 +41,16 @@ def run_combinations(config: RunConfig) -> list[str]:
         ),
     )
     return [problem for check in checks for problem in check(config)]
+
+
+def checkpoint_warnings(config: RunConfig) -> list[str]:
+    """Warns of a long run that saves nothing before its last step."""
+    if config.checkpoint.every or config.num_steps < LONG_RUN_STEPS:
+        return []
+    return [
+        f"`checkpoint.every` = 0 saves after the last of {config.num_steps} steps only, so a failure repeats all "
+        "before it; set it to 20, for example"
+    ]
 
 
 def _sampling(config: RunConfig) -> list[str]:
@@ -99,6 +112,14 @@ def _schedule(config: RunConfig) -> list[str]:
 def schedule_problems(optimizer: OptimizerConfig, key: str) -> list[str]:
     """Contradictions of the learning-rate schedule at the configuration key `key`."""
     problems = []
+    if optimizer.decay == "constant":
+        of_decay = {"min_learning_rate": optimizer.min_learning_rate, "decay_steps": optimizer.decay_steps}
+        problems += [
+            f"`{key}.{name}` = {value} with `{key}.decay` = constant: the learning rate stays at its peak; set decay "
+            f"to linear or cosine, or {name} to 0"
+            for name, value in of_decay.items()
+            if value
+        ]
     if optimizer.min_learning_rate > optimizer.learning_rate:
         problems.append(
             f"`{key}.min_learning_rate` = {optimizer.min_learning_rate} is above "
@@ -181,7 +202,7 @@ def _refill(config: RunConfig) -> list[str]:
     if isinstance(config.algorithm.filter, KeepAll):
         problems.append(
             f"{key} with `algorithm.filter` = none: groups without signal would be trained on, not replaced; set "
-            "filter to zero_variance or accuracy, or max_refill to 0"
+            "filter to accuracy or zero_variance, or max_refill to 0"
         )
     if isinstance(config.algorithm.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline):
         problems.append(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from launcher.checks.further_models import critic_problems, further_specs
-from launcher.checks.kv_cache import cache_problems, evaluation_problems, fraction_problems, sized
+from launcher.checks.kv_cache import cache_problems, evaluation_problems, fraction_problems, has_room, sized
 from launcher.checks.memory import MemoryPlan, run_memory
 from launcher.checks.model import model_problems, partition_problems
 from launcher.cluster.node import NodeResources
@@ -54,7 +54,7 @@ def fit(
     given = PlannedRun(config=config, spec=spec, placement=placement, further=further, kernels=kernels)
     problems += fraction_problems(given, nodes)
     run, fraction = sized(given, nodes), config.engine.gpu_memory_fraction
-    if run is not given:
+    if run is not given and has_room(given, nodes):  # else the memory plan names what to change
         found = model_problems(run.config, spec, nodes[0], fraction=fraction)
         problems += [problem for problem in found if problem not in problems]
     if further.critic is not None and further.critic is not spec:

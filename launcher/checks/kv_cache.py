@@ -67,6 +67,11 @@ def fraction_problems(run: PlannedRun, nodes: Sequence[NodeResources]) -> list[s
     return problems
 
 
+def has_room(run: PlannedRun, nodes: Sequence[NodeResources]) -> bool:
+    """Whether all devices hold the smallest cache; otherwise no `engine.gpu_memory_fraction` gives it a size."""
+    return not _overfull(_with_cache(run, 1), nodes, 1.0)
+
+
 def _largest_knob(table: MemoryTable, phase: str) -> str:
     """The key that shrinks the largest item beside keys and values."""
     items = [item for item in table.phases[phase] if item.knob and item.what != CACHE]

@@ -105,7 +105,8 @@ def engine_problems(
             problems.append(f"{sequence}, but the model has {spec.max_positions} positions; lower one of them")
         needed = (max_prompt + response) * kv_bytes_per_token(spec, engine.tensor_parallel, engine.kv_format)
         if engine.gpu_memory_fraction is None and needed > engine.kv_cache_bytes:
-            problems.append(f"{sequence} need {needed} bytes of keys and values, but {cache}; raise it")
+            fix = "lower one of them" if fraction == 1 else "raise it"
+            problems.append(f"{sequence} need {needed} bytes of keys and values, but {cache}; {fix}")
     return problems
 
 

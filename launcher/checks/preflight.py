@@ -95,9 +95,12 @@ def disk(name: str, path: Path, needed_bytes: int, fix: str) -> Check:
 
 
 def run_disk(directory: Path, config: RunConfig, spec: ModelSpec, further: FurtherSpecs) -> Check:
-    """Free space for the checkpoints, samples and traces of a run."""
-    records = f"{gib(record_bytes(config))} of it for samples and traces"
-    fix = "free some, lower `checkpoint.keep_last`, or set `checkpoint.keep_last_samples`"
+    """Free space for what a run writes: see `launcher.estimate.disk`."""
+    records = f"{gib(record_bytes(config))} of it for samples, traces, forwards and wandb's tables"
+    fix = (
+        "free some, lower `checkpoint.keep_last`, `history.budget_bytes` or `wandb.sample_rows`, or set "
+        "`checkpoint.keep_last_samples`"
+    )
     return disk("disk", directory, run_bytes(config, spec, further), f"{records}; {fix}")
 
 

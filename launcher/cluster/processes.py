@@ -156,7 +156,7 @@ class Processes:
         """Write the stacks of a shard or reader that hangs, and kill it; Ray restarts it."""
         log = "" if self.log_dir is None else str(self.log_dir / f"{name.replace(' ', '-')}.log")
         hung = ProcessId(
-            node_id=process.node_id, pid=process.pid, created_s=process.created_s, log=log, host=process.host
+            node_id=process.node_id, pid=process.pid, start_ticks=process.start_ticks, log=log, host=process.host
         )
         if folders := kill_on_nodes([hung], stacks=True):
             _log.warning("the stacks of %s are in %s", name, ", ".join(folders))

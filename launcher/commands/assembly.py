@@ -32,6 +32,7 @@ from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending, judge
 from launcher.recovery.engines import EngineRestarter, LostEngines
 from launcher.recovery.nodes import LostNodes
+from launcher.recovery.restart_limit import RestartLimit
 from launcher.recovery.trainer import TrainerRestarts
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
@@ -129,7 +130,7 @@ def execute(
         note_begin()
         history = _history_client(inputs.history, workers.engines)
         recorder = _recorder(config, directory, tracker, shown, inputs, workers.engines)
-        lost_engines = _lost_engines(checked, directory, progress, running, workers)
+        lost_engines = _lost_engines(checked, directory, shown, running, workers)
         parts = _Parts(
             checked=checked,
             directory=directory,
@@ -144,7 +145,7 @@ def execute(
                 lost_engines=lost_engines,
                 history=history,
                 update_timeout_s=config.engine.update_timeout_s,
-                max_restarts=config.trainer.max_restarts,
+                limit=_restart_limit(config.trainer.max_restarts, status),
                 say=progress.say,
             ),
             actions=actions,
@@ -166,12 +167,12 @@ def _tracked(tracker: Tracker, shown: Shown) -> Iterator[None]:
 
 
 def _lost_engines(
-    checked: CheckedRun, directory: RunDirectory, progress: RunProgress, running: Processes, workers: Workers
+    checked: CheckedRun, directory: RunDirectory, shown: Shown, running: Processes, workers: Workers
 ) -> LostEngines:
     nodes = LostNodes(
         running=running,
         placement=checked.placement,
-        say=progress.say,
+        say=shown.progress.say,
         on_change=lambda placement: write_places(directory.path, run_places(placement)),
     )
     return LostEngines(
@@ -179,15 +180,19 @@ def _lost_engines(
         engines=workers.engines,
         specs=workers.specs,
         nodes=nodes,
-        max_restarts=checked.config.engine.max_restarts,
-        say=progress.say,
+        limit=_restart_limit(checked.config.engine.max_restarts, shown.status),
+        say=shown.progress.say,
     )
+
+
+def _restart_limit(max_restarts: int, status: StatusFile) -> RestartLimit:
+    return RestartLimit(max_restarts=max_restarts, newest_step=lambda: status.newest_step)
 
 
 def _take_steps(parts: _Parts, workers: Workers, resume: ResumePoint) -> TrainerGroup:
     """Take all remaining steps and export the last weights; returns the trainer.
 
-    If the trainer fails, another one goes on from the newest checkpoint, at most `trainer.max_restarts` times.
+    If the trainer fails, another one goes on from the newest checkpoint, as often as `trainer.max_restarts` allows.
     """
     sharing = device_sharing(parts.checked.config, workers.trainer, workers.engines)
     attempt, failure = _Attempt(workers=workers, sharing=sharing), None

@@ -10,7 +10,8 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from launcher.checks.combinations import run_combinations
+from launcher.checks.algorithm import algorithm_warnings
+from launcher.checks.combinations import checkpoint_warnings, run_combinations
 from launcher.checks.deadlines import warnings_of_estimate
 from launcher.checks.fit import Fit, fit
 from launcher.checks.formats import weight_format_warnings
@@ -147,6 +148,8 @@ def planned(config: RunConfig, options: PlanOptions) -> tuple[Report, StepEstima
             *weight_format_warnings(spec, format, nodes[0]),
             *fp8_warnings(spec, config.trainer, format),
             *attention_warnings(config.trainer, nodes[0]),
+            *algorithm_warnings(config.algorithm),
+            *checkpoint_warnings(config),
             *(warnings_of_estimate(config, estimate.train.seconds) if estimate else ()),
             *(store_warnings(fitted.config, fitted.placement) if fitted else ()),
             *_uncounted(config),

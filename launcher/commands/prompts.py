@@ -14,6 +14,8 @@ from rollout.types import Prompt, PromptId
 
 _log = logging.getLogger(__name__)
 
+ONCE = "`python -m examples.recipes.convert` keeps one of each"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingPrompts:
@@ -26,11 +28,12 @@ class TrainingPrompts:
         return {prompt.prompt_id: prompt for file in self.files for prompt in file.prompts}
 
     def lines(self) -> list[str]:
-        """One line of text per file, with the numbers of dropped and truncated prompts."""
+        """One line of text per file, with the numbers of dropped, truncated and repeated prompts."""
         return [
             f"training prompts {file.name}: {len(file.prompts)}"
             + (f", {file.num_dropped} over-long ones dropped" if file.num_dropped else "")
             + (f", {file.num_truncated} truncated" if file.num_truncated else "")
+            + (f", {repeated} repeat an earlier one; {ONCE}" if (repeated := file.num_repeated()) else "")
             for file in self.files
         ]
 
@@ -61,7 +64,13 @@ def load_training_prompts(
 def load_evaluation_prompts(
     text_actor: ray.actor.ActorHandle, sets: Mapping[str, EvalSetConfig], max_prompt_tokens: int
 ) -> dict[str, tuple[Prompt, ...]]:
-    """Read and tokenise evaluation sets; over-long prompts are refused."""
+    """Read and tokenise evaluation sets; over-long prompts are refused.
+
+    Public test sets hold a few prompts twice, which causes a warning.
+
+    Raises:
+        ValueError: half of the prompts of a set or more repeat earlier ones.
+    """
     loading = {
         name: text_actor.load_prompts.remote(
             config.path, name=name, max_prompt_tokens=max_prompt_tokens, overlong="refuse", limit=config.limit
@@ -69,7 +78,19 @@ def load_evaluation_prompts(
         for name, config in sets.items()
     }
     loaded = _loaded(text_actor, list(loading.values()))
+    for file in loaded:
+        _judge_repeats(file)
     return {name: file.prompts for name, file in zip(loading, loaded, strict=True)}
+
+
+def _judge_repeats(evaluation_set: LoadedPrompts) -> None:
+    repeated, count = evaluation_set.num_repeated(), len(evaluation_set.prompts)
+    if not repeated:
+        return
+    said = f"evaluation set {evaluation_set.name}: {repeated} of {count} prompts repeat an earlier one"
+    if 2 * repeated >= count:
+        raise ValueError(f"{said}; {ONCE}, and `samples_per_prompt` says how often it is sampled")
+    _log.warning("%s, so they count more than others; %s", said, ONCE)
 
 
 def _loaded(text_actor: ray.actor.ActorHandle, loading: Sequence[ray.ObjectRef]) -> tuple[LoadedPrompts, ...]:

@@ -63,7 +63,7 @@ class Ending(Enum):
         4,
         "engines were lost too often",
         "Read the log of the engine. If memory ran out, lower `engine.kv_cache_bytes` or `engine.max_num_seqs`; "
-        "`engine.max_restarts` allows more restarts.",
+        "`engine.max_restarts` allows more restarts within 100 finished steps.",
     )
     DEADLINE = (
         5,

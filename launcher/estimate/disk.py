@@ -1,8 +1,13 @@
-"""Bytes that a run needs in its directory. Pure."""
+"""Bytes that a run needs in its directory. Pure.
+
+Counted are checkpoints with their snapshots of the history, `policy/`, samples, traces, wandb's tables and forwards.
+Prompts and responses have the mean lengths that `plan` assumes. Not counted are evaluations, logs, and the history of a
+warm start.
+"""
 
 from launcher.config.schema import RunConfig
 from launcher.estimate.lengths import MEAN_SHARE
-from megatron_rl.memory import NO_FURTHER, FurtherSpecs, checkpoint_bytes
+from megatron_rl.memory import NO_FURTHER, FurtherSpecs, checkpoint_bytes, num_parameters
 from megatron_rl.model.spec import ModelSpec
 
 SAMPLE_TOKEN_BYTES = 4
@@ -13,24 +18,61 @@ FORWARD_BYTES = 28
 """Of the record of one engine's forward."""
 FORWARD_FILE_BYTES = 4 << 20
 """Records of an engine's forwards are removed in files of this size."""
+TABLE_COPIES = 3
+"""wandb holds a table of samples in its run's folder, and two copies for the upload (`artifacts/staging`)."""
+HISTORY_TOKEN_BYTES = 4
+"""Of a token id in a snapshot of the history."""
+HISTORY_RESPONSE_BYTES = 32
+"""Of a response in a snapshot, beside its tokens: prompt key, step, sample, reward and length."""
+LENGTHS_RESPONSE_BYTES = 6
+"""Of a response in `lengths.npz`: its length, and its share of its visit's key, step and count."""
 
 
 def run_bytes(config: RunConfig, spec: ModelSpec, further: FurtherSpecs = NO_FURTHER) -> int:
-    """Checkpoints, samples and traces at the end of a run, and the checkpoint that is being written."""
-    return checkpoint_bytes(spec, config.trainer, further) * (config.checkpoint.keep_last + 1) + record_bytes(config)
+    """All that is counted, at the end of a run, with the checkpoint and the `policy/` that are being written."""
+    lengths = config.num_steps * _step_responses(config) * LENGTHS_RESPONSE_BYTES
+    checkpoints = (config.checkpoint.keep_last + 1) * (checkpoint_bytes(spec, config.trainer, further) + lengths)
+    # an export is whole before it replaces the earlier one
+    policy = 2 * num_parameters(spec) * (2 if config.trainer.dtype == "bf16" else 4)
+    return checkpoints + _history_bytes(config) + policy + record_bytes(config)
 
 
 def record_bytes(config: RunConfig) -> int:
-    """Samples, traces and forwards, if prompts and responses have the mean lengths that `plan` assumes."""
-    checkpoint, algorithm = config.checkpoint, config.algorithm
+    """Samples, traces, wandb's tables of samples, and forwards."""
+    checkpoint = config.checkpoint
     steps = config.num_steps
     if checkpoint.keep_last_samples and checkpoint.every:
         steps = min(steps, 1 + checkpoint.keep_last_samples + checkpoint.every)
     prompt = MEAN_SHARE["prompt_tokens"] * config.data.max_prompt_tokens
-    response = MEAN_SHARE["response_tokens"] * config.sampling.max_response_tokens
+    tokens = _step_responses(config) * (prompt + _response_tokens(config))
     token_bytes = SAMPLE_TOKEN_BYTES + TRACE_TOKEN_BYTES * config.history.record_traces
-    tokens = algorithm.max_groups * algorithm.group_size * (prompt + response)
-    return int(steps * tokens * token_bytes) + _forward_bytes(config)
+    tables = 0.0
+    if config.wandb.mode != "disabled":  # those of all steps stay
+        share = min(config.wandb.sample_rows / _step_responses(config), 1.0)
+        tables = TABLE_COPIES * config.num_steps * share * tokens * SAMPLE_TOKEN_BYTES
+    return int(steps * tokens * token_bytes + tables) + _forward_bytes(config)
+
+
+def _step_responses(config: RunConfig) -> int:
+    """Most responses of a step."""
+    return config.algorithm.max_groups * config.algorithm.group_size
+
+
+def _response_tokens(config: RunConfig) -> float:
+    return MEAN_SHARE["response_tokens"] * config.sampling.max_response_tokens
+
+
+def _history_bytes(config: RunConfig) -> int:
+    """Snapshots of the history in all checkpoints; 0 if no engine drafts.
+
+    Let H be the bytes of the responses that the history holds: of all steps, and at most its budget. The oldest folder
+    has at most 2 H (`history.store.snapshot`). Each later one links files of the one before, and adds H at most.
+    """
+    if not config.drafts:
+        return 0
+    response = HISTORY_TOKEN_BYTES * _response_tokens(config) + HISTORY_RESPONSE_BYTES
+    held = min(config.num_steps * _step_responses(config) * response, config.history.budget_bytes)
+    return int((2 + config.checkpoint.keep_last) * held)
 
 
 def _forward_bytes(config: RunConfig) -> int:
@@ -39,11 +81,11 @@ def _forward_bytes(config: RunConfig) -> int:
     In a step an engine fills its seats until no request waits, and then samples its longest response, which may have
     the most tokens. Drafts, which save forwards, are not counted; nor is a KV cache that holds fewer requests.
     """
-    engine, checkpoint, algorithm = config.engine, config.checkpoint, config.algorithm
+    engine, checkpoint = config.engine, config.checkpoint
     longest = config.sampling.max_response_tokens
-    requests = -(-algorithm.max_groups * algorithm.group_size // engine.num_engines)
+    requests = -(-_step_responses(config) // engine.num_engines)
     seats = engine.max_num_seqs
-    waiting = requests * MEAN_SHARE["response_tokens"] * longest / seats if requests > seats else 0.0
+    waiting = requests * _response_tokens(config) / seats if requests > seats else 0.0
     step_bytes = (waiting + longest) * FORWARD_BYTES
     engine_bytes = config.num_steps * step_bytes
     if checkpoint.keep_last_samples and checkpoint.every:

@@ -17,6 +17,7 @@ Constants without a measurement are named estimates.
 
 from collections.abc import Sequence
 
+from history.lengths.book import most_bytes
 from history.store.prompt_store import RESPONSE_BYTES
 from launcher.config.schema import RunConfig
 from launcher.estimate.device_memory import columns
@@ -34,7 +35,7 @@ GPU_PROCESS_BYTES = 3 << 30
 RAY_BYTES = 1 << 30
 """Raylet, agents and, on the first node, Ray's head processes; an estimate."""
 CONTROLLER_BYTES = 1 << 30
-"""The controller; an estimate."""
+"""The controller without the lengths of responses; an estimate."""
 TOKENIZER_PROCESS_BYTES = 512 << 20
 """A text actor or a scorer: a process with a tokenizer; an estimate."""
 REWARD_WORKER_BYTES = 128 << 20
@@ -97,7 +98,7 @@ def _processes(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     ]
     if load.is_first:
         items += [
-            MemoryItem(what="controller", num_bytes=CONTROLLER_BYTES, knob=""),
+            MemoryItem(what="controller", num_bytes=CONTROLLER_BYTES + book_bytes(run.config), knob=""),
             MemoryItem(what="text actor", num_bytes=TOKENIZER_PROCESS_BYTES, knob=""),
         ]
     workers = load.num_scorers * run.config.reward.num_workers * REWARD_WORKER_BYTES
@@ -106,6 +107,16 @@ def _processes(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
         MemoryItem(what="reward workers", num_bytes=workers, knob="reward.num_workers"),
     ]
     return [item for item in items if item.num_bytes]
+
+
+def book_bytes(config: RunConfig) -> int:
+    """Bound of the lengths that the controller keeps for forecasts (`history.lengths.book`).
+
+    Every group of the run counts as a visit that is kept, because the number of prompts in the files is not known here.
+    If prompts come again often, the book keeps less: only their last visits.
+    """
+    num_visits = config.num_steps * config.algorithm.max_groups
+    return most_bytes(num_visits=num_visits, visit_responses=config.algorithm.group_size)
 
 
 def history_items(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:

@@ -106,18 +106,20 @@ _BY_AGE: tuple[Row, ...] = (
 
 _SAMPLE = "mean over sampled tokens"
 _RATIOS = "squared mean over mean square, sampled tokens"
+_PLAIN = "fresh tokens not at rejected drafts"
+_PLAIN_MEAN = f"mean over {_PLAIN}, or over all fresh ones if there are no others"
 _PARTS: tuple[Row, ...] = (
     ("tokens", "tokens", "sum", "Tokens of `algorithm.mismatch_sample_tokens`.", ""),
     ("fresh_tokens", "tokens", "sum", "Those sampled from the weights published last; 0 leaves numerics out.", ""),
     ("k3/total", "nats per token", _SAMPLE, "k3 of the sample: the sum of all parts below.", "below 5e-3"),
     ("k3/quantisation", "nats per token", _SAMPLE, "k3 of the trainer against its published weights.", ""),
-    ("k3/numerics", "nats per token", "mean over fresh tokens", "k3 of these weights against the engine.", ""),
+    ("k3/numerics", "nats per token", _PLAIN_MEAN, "k3 of these weights against the engine.", ""),
     ("k3/stale_{age}", "nats per token", _SAMPLE, "What tokens of this age add to numerics.", ""),
     ("k3/speculation", "nats per token", _SAMPLE, "What tokens at rejected drafts add to numerics.", ""),
     ("k3/interaction", "nats per token", _SAMPLE, "Product of quantisation and all other causes.", "near 0"),
     ("ess/total", "share", _RATIOS, "ESS of the sample's ratios.", "near 1"),
     ("ess/quantisation", "share", _RATIOS, "ESS of the ratios of trainer and published weights.", "near 1"),
-    ("ess/numerics", "share", _RATIOS, "ESS of the ratios of published weights and engine, fresh tokens.", "near 1"),
+    ("ess/numerics", "share", _RATIOS, f"ESS of the ratios of published weights and engine, {_PLAIN}.", "near 1"),
     ("ess/stale_{age}", "share", _RATIOS, "The same of tokens of this age.", "near 1"),
     ("ess/speculation", "share", _RATIOS, "The same of fresh tokens at rejected drafts.", "near 1"),
 )

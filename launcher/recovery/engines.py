@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from launcher.cluster.processes import Processes
 from launcher.recovery.nodes import LostNodes
+from launcher.recovery.restart_limit import WINDOW_STEPS, RestartLimit
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.delivery import WeightDelivery
 from rollout.engine.spec import EngineSpec
@@ -34,10 +35,9 @@ class LostEngines:
     engines: EngineGroup
     specs: Sequence[EngineSpec]
     nodes: LostNodes
-    max_restarts: int
+    limit: RestartLimit
+    """Of `engine.max_restarts`. Engines of lost nodes do not count."""
     say: Callable[[str], None]
-    num_restarts: int = field(default=0, init=False)
-    """Engines that were restarted on their node."""
     _slots: list[EngineSlot] = field(init=False)
     """Where each engine was started last."""
 
@@ -61,7 +61,7 @@ class LostEngines:
         """Start each lost engine, not connected to anything; an engine without a node is retired.
 
         Raises:
-            EnginesLostError: more engines died in this run than `max_restarts` allows, without those of lost nodes.
+            EnginesLostError: engines died more often than `limit` allows.
             ProcessLostError: no engine is left, or the trainer has no place, because their nodes are lost.
             RuntimeError: a restarted engine failed to start.
         """
@@ -75,7 +75,7 @@ class LostEngines:
             if number in placement.retired:
                 self.engines.retire(number, reason)
             elif not self._has_moved(number):
-                self.num_restarts += 1
+                self.limit.note()
                 self.say(f"engine {number} died and is restarted: {reason}")
         self._check_number(lost)
         self.running.end([self.engines.actors[number] for number in lost])
@@ -97,10 +97,11 @@ class LostEngines:
         return number in placement.retired or self._slots[number] != placement.engines[number]
 
     def _check_number(self, lost: Sequence[int]) -> None:
-        if self.num_restarts > self.max_restarts:
+        num_counted = self.limit.num_counted
+        if num_counted > self.limit.max_restarts:
             raise EnginesLostError(
-                f"engines have died {self.num_restarts} times, `engine.max_restarts` = {self.max_restarts} allows "
-                f"fewer; last reason: {self.engines.loss_reason(lost[-1])}",
+                f"engines have died {num_counted} times within {WINDOW_STEPS} finished steps, `engine.max_restarts` = "
+                f"{self.limit.max_restarts} allows fewer; last reason: {self.engines.loss_reason(lost[-1])}",
                 Place(role="engine", ranks=tuple(lost)),
             )
         if len(self.engines.retired) == len(self.engines):
@@ -122,7 +123,7 @@ class EngineRestarter:
     @property
     def num_restarts(self) -> int:
         """Engines restarted in this run, without those of lost nodes."""
-        return self.lost.num_restarts
+        return self.lost.limit.num_restarts
 
     @property
     def num_lost_nodes(self) -> int:
@@ -140,7 +141,7 @@ class EngineRestarter:
         `ask_ranks`: every rank must answer. So engines count as lost that hang, or whose death vLLM has not noticed.
 
         Raises:
-            EnginesLostError: more engines died in this run than `engine.max_restarts` allows.
+            EnginesLostError: engines died more often than `engine.max_restarts` allows.
             RuntimeError: a restarted engine failed to start, no engine is left, or the trainer failed.
         """
         num_lost, lost = 0, self.lost.find(hung=ask_ranks)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
 from launcher.recovery.engines import LostEngines
+from launcher.recovery.restart_limit import WINDOW_STEPS, RestartLimit
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.controller import Repeated
 from megatron_rl.trainer.group import TrainerGroup
@@ -28,7 +29,8 @@ class TrainerRestarts:
     history: HistoryClient | None
     update_timeout_s: float
     """For which an engine may wait for weights that a dead trainer does not send (`engine.update_timeout_s`)."""
-    max_restarts: int
+    limit: RestartLimit
+    """Of `trainer.max_restarts`."""
     say: Callable[[str], None]
     repeated: Repeated = field(default=Repeated(), init=False)
     totals: Mapping[str, float] = field(default_factory=dict, init=False)
@@ -41,9 +43,12 @@ class TrainerRestarts:
         """
         if error.place.role != "trainer" and not isinstance(error, StepLostError):
             raise error
-        if self.repeated.num_restarts >= self.max_restarts:
-            if self.max_restarts:
-                error.add_note(f"the trainer was restarted `trainer.max_restarts` = {self.max_restarts} times before")
+        if self.limit.num_counted >= self.limit.max_restarts:
+            if self.limit.max_restarts:
+                error.add_note(
+                    f"the trainer was restarted `trainer.max_restarts` = {self.limit.max_restarts} times in the last "
+                    f"{WINDOW_STEPS} finished steps"
+                )
             raise error
         self._check_nodes(error)
 
@@ -66,7 +71,7 @@ class TrainerRestarts:
             sharing: state of the devices; None if trainer and engines stay in memory together.
 
         Raises:
-            EnginesLostError: more engines died in this run than `engine.max_restarts` allows.
+            EnginesLostError: engines died more often than `engine.max_restarts` allows.
             PlacedError: `error`, because no node replaces a lost one.
         """
         trainer.ranks.kill_and_wait()
@@ -87,5 +92,5 @@ class TrainerRestarts:
 
     def count(self, num_steps: int) -> None:
         """A trainer is about to start again; `num_steps` finished steps are repeated."""
-        before = self.repeated
-        self.repeated = Repeated(num_restarts=before.num_restarts + 1, num_steps=before.num_steps + num_steps)
+        self.limit.note()
+        self.repeated = Repeated(num_restarts=self.limit.num_restarts, num_steps=self.repeated.num_steps + num_steps)

@@ -66,7 +66,7 @@ def chrome_trace(run: RunTimeline) -> Event:
     num_points = min(MAX_COUNTER_POINTS, MAX_ALL_COUNTER_POINTS // max(1, num_engines))
     starts_s = np.array(run.starts_s)
     for number, (timeline, forwards) in enumerate(zip(run.engines(origin_s, end_s), run.forwards, strict=True)):
-        events += _slices(timeline, forwards, starts_s, row=number, origin_s=origin_s)
+        events += _slices(timeline, forwards, starts_s, row=number, origin_s=origin_s, forwards_each=run.forwards_each)
         events += _running(forwards, engine=number, origin_s=origin_s, num_points=num_points)
     for name, activity, start_s, stop_s in _lanes(run.spans):
         row = rows.setdefault(name, num_engines + len(rows))
@@ -111,11 +111,18 @@ def _row_of(span: Span) -> str:
 
 
 def _slices(
-    timeline: EngineTimeline, forwards: Forwards, starts_s: Floats, *, row: int, origin_s: float
+    timeline: EngineTimeline,
+    forwards: Forwards,
+    starts_s: Floats,
+    *,
+    row: int,
+    origin_s: float,
+    forwards_each: int,
 ) -> Iterator[Event]:
     """Work and waits of one engine, neighbouring intervals of one kind joined; no slice while it has no work at all.
 
-    `starts_s` are the begins of all starts of the run but the first, [S] wall clock, rising.
+    `starts_s` are the begins of all starts of the run but the first, [S] wall clock, rising. A record of `forwards`
+    stands for `forwards_each`.
     """
     kinds = np.array([0 if part in _AT_WORK else 1 + index for index, part in enumerate(PARTS)])
     kind = kinds[timeline.shares.argmax(axis=1)]
@@ -130,7 +137,7 @@ def _slices(
             seconds = np.diff(timeline.edges_s[first : last + 1]) @ timeline.shares[first:last]
             num_forwards = int(np.diff(np.searchsorted(started, [start_s, end_s])).item())
             arguments: Event = {
-                "forwards": num_forwards,
+                "forwards": num_forwards * forwards_each,
                 "saturated_share": round(float(seconds[PARTS.index(Part.SATURATED)]) / (end_s - start_s), 4),
             }
             yield {**_slice(SAMPLING, start_s, end_s, row=row, origin_s=origin_s), "args": arguments}

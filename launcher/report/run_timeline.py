@@ -1,7 +1,8 @@
 """Reads the recorded times of a run: spans, forwards of engines, starts and ends of steps.
 
 Timelines of a few steps of a long run are cheap: only their spans and forwards are divided. `notes` has a sentence for
-each part that is missing after a kill, a full disk or a run of an older version.
+each part that is missing after a kill, a full disk or a run of an older version. The last step is always shown: if it
+has too many forwards, they are thinned (`launcher.report.newest_forwards`).
 
 A run directory can hold several starts, with other engines. Within a start, a step begins where the one before ended.
 A pause between two steps is therefore taken as a new start.
@@ -17,13 +18,13 @@ import numpy as np
 from pydantic_core import from_json
 
 from launcher.report.metric_table import MetricTable
-from launcher.run_dir.forward_traces import read_forwards
+from launcher.report.newest_forwards import NewestForwards, newest_forwards
 from rollout.tracing.engine_speed import EngineSpeed, fit_speed
 from rollout.tracing.forwards import Forwards
 from rollout.tracing.timeline import GAP_S, EngineTimeline, Span, engine_timelines
 
 MAX_FORWARD_BYTES = 64 << 20
-"""Bytes of forwards to read, the newest of all engines together."""
+"""Most bytes of forwards to show, the newest of all engines together."""
 
 START_S = 5.0
 """Shortest pause between two steps that counts as a new start: Ray, trainer and engines start in it."""
@@ -47,7 +48,12 @@ class RunTimeline:
     """Ordered by start."""
     forwards: Sequence[Forwards]
     """Forwards by engine number."""
+    forwards_each: int
+    """Neighbouring forwards for which a record of `forwards` stands."""
     steps: Sequence[Step]
+    """Those that are shown."""
+    num_steps: int
+    """Of the run, with those that are not shown."""
     speed: EngineSpeed | None
     """Speed of an engine, fitted to the forwards since the last start; None if there are too few."""
     notes: Sequence[str]
@@ -103,7 +109,7 @@ class RunTimeline:
             spans=[span for span in self.spans if span.end_s > start_s],
             forwards=[_near(forwards, start_s, math.inf) for forwards in self.forwards],
             steps=steps,
-            notes=[*self.notes, f"Only the newest {num_steps} of {len(self.steps)} steps are shown."],
+            notes=[*self.notes, f"Only the newest {num_steps} of {self.num_steps} steps are shown."],
         )
 
 
@@ -116,26 +122,50 @@ def _near(forwards: Forwards, start_s: float, end_s: float) -> Forwards:
 def read_timeline(run_dir: Path, metrics: MetricTable) -> RunTimeline:
     """The timeline of a run."""
     spans, notes = _read_spans(run_dir / "events.jsonl")
-    forwards, is_cut = read_forwards(run_dir / "traces", max_bytes=MAX_FORWARD_BYTES)
-    steps = _steps(metrics)
-    starts_s = [float(of_engine["started_at_s"][0]) for of_engine in forwards if len(of_engine)]
-    if is_cut and starts_s:
-        spans = [span for span in spans if span.end_s > max(starts_s)]
-        steps = [step for step in steps if step.start_s > max(starts_s)]
-        notes.append(
-            f"Older forwards were removed or are too many to show; only the newest {len(steps)} steps are shown."
-        )
-    last_start_s = max(_starts_s(steps), default=-math.inf)
-    recent = [of_engine[of_engine["started_at_s"] >= last_start_s] for of_engine in forwards]
-    speed = fit_speed(np.concatenate(recent)) if starts_s else None
-    if not starts_s:
-        notes.append("No forwards of engines were recorded, so the work of engines is not shown.")
-    elif speed is None:
-        since = " since the last start" if last_start_s > -math.inf else ""
-        notes.append(f"{sum(map(len, recent))} forwards{since} are too few to fit the speed of the engines.")
+    steps = all_steps = _steps(metrics)
+    since_s = steps[-1].start_s if steps else math.inf
+    found = newest_forwards(run_dir / "traces", since_s=since_s, max_bytes=MAX_FORWARD_BYTES)
+    starts_s = [float(forwards["started_at_s"][0]) for forwards in found.by_engine if len(forwards)]
+    if found.is_cut and starts_s:
+        steps = [step for step in steps if step.start_s > max(starts_s)] or steps[-1:]
+        begin_s = min([max(starts_s), *(step.start_s for step in steps[:1])])
+        spans = [span for span in spans if span.end_s > begin_s]
+        notes += _cut_notes(len(steps), found.forwards_each)
+    speed, missing = _fitted(found, max(_starts_s(steps), default=-math.inf))
     return RunTimeline(
-        spans=sorted(spans, key=lambda span: span.start_s), forwards=forwards, steps=steps, speed=speed, notes=notes
+        spans=sorted(spans, key=lambda span: span.start_s),
+        forwards=found.by_engine,
+        forwards_each=found.forwards_each,
+        steps=steps,
+        num_steps=len(all_steps),
+        speed=speed,
+        notes=[*notes, *missing],
     )
+
+
+def _cut_notes(num_steps: int, forwards_each: int) -> list[str]:
+    """Sentences about forwards that are not shown; `num_steps` is the number of steps that are."""
+    shown = {0: "", 1: "; only the newest step is shown"}
+    about_steps = shown.get(num_steps, f"; only the newest {num_steps} steps are shown")
+    notes = [f"Older forwards were removed or are too many to show{about_steps}."]
+    if forwards_each > 1:
+        notes.append(
+            "The last step has too many forwards to show each. They were left out evenly: each one shown stands for "
+            f"{forwards_each} in a row."
+        )
+    return notes
+
+
+def _fitted(found: NewestForwards, last_start_s: float) -> tuple[EngineSpeed | None, list[str]]:
+    """Speed of the engines since the last start of the run, and a sentence if it is unknown."""
+    if not any(len(forwards) for forwards in found.by_engine):
+        return None, ["No forwards of engines were recorded, so the work of engines is not shown."]
+    recent = np.concatenate([forwards[forwards["started_at_s"] >= last_start_s] for forwards in found.by_engine])
+    recent["seconds"] /= found.forwards_each
+    if (speed := fit_speed(recent)) is not None:
+        return speed, []
+    since = " since the last start" if last_start_s > -math.inf else ""
+    return None, [f"{len(recent)} forwards{since} are too few to fit the speed of the engines."]
 
 
 def _read_spans(path: Path) -> tuple[list[Span], list[str]]:

@@ -35,7 +35,7 @@ def timeline_section(run: RunTimeline, metrics: MetricTable) -> str:
 
 def _left_out(run: RunTimeline) -> list[str]:
     shown = num_steps_shown(run)
-    extent = "the whole run" if shown == len(run.steps) else f"the newest {shown} of {len(run.steps)} steps"
+    extent = "the whole run" if shown == run.num_steps else f"the newest {shown} of {run.num_steps} steps"
     about_file = f"timeline.json holds {extent} and opens in ui.perfetto.dev."
     notes = [about_file]
     if drawn := last_steps(run.steps):

@@ -4,9 +4,11 @@ Older checkpoints are renamed, then removed by a thread, because a file system f
 
 Invariants: `latest` names a folder that was complete when it was renamed; a folder with the suffix `.partial` is
 incomplete; older checkpoints are removed only after `latest` names a newer one. A removal has ended before the next
-checkpoint begins, so no more than `keep_last` and a new one need room.
+checkpoint begins, so no more than `keep_last` and a new one need room. A save that has failed keeps no room: its folder
+goes with the next save, at the end of the run, or at the next start.
 """
 
+import re
 import shutil
 import threading
 from collections.abc import Sequence
@@ -19,6 +21,9 @@ from launcher.run_dir.atomic_files import replace_text, sync_folder, sync_tree
 WRITER, WRITE = "checkpoint writer", "write"
 """Actor and activity of the span from the begin of a save to its last file."""
 
+_UNFINISHED = re.compile(r"\d+(\.removed)?\.partial")
+"""Names of checkpoints that are not whole, and of older ones whose removal has begun."""
+
 
 class Checkpoints:
     """Checkpoints by step, under one folder."""
@@ -28,11 +33,14 @@ class Checkpoints:
         self._removal: threading.Thread | None = None
 
     def begin(self, step: int) -> Path:
-        """An empty partial folder for the checkpoint of `step`; what could not be removed before is removed now."""
+        """An empty partial folder for the checkpoint of `step`; what could not be removed before is removed now.
+
+        Raises:
+            OSError: an earlier partial folder cannot be removed, or no folder can be made.
+        """
         self.wait_for_removal()
-        for leftover in self._path.glob("*.partial"):
-            if leftover.is_dir():
-                shutil.rmtree(leftover)
+        for leftover in self._unfinished():
+            shutil.rmtree(leftover)
         partial = self._path / f"{step}.partial"
         partial.mkdir()
         return partial
@@ -57,6 +65,14 @@ class Checkpoints:
         """Wait until older checkpoints are removed; the program also does so before it ends."""
         if self._removal is not None:
             self._removal.join()
+
+    def remove_unfinished(self) -> None:
+        """Remove what no save will finish, after older checkpoints are removed; call it while nothing is saved."""
+        self.wait_for_removal()
+        _remove(self._unfinished())
+
+    def _unfinished(self) -> list[Path]:
+        return [each for each in self._path.glob("*.partial") if _UNFINISHED.fullmatch(each.name) and each.is_dir()]
 
     def _retire(self, step: int) -> Path:
         """Give a checkpoint a name by which nothing resumes from it."""
@@ -124,6 +140,6 @@ class Checkpoints:
 
 
 def _remove(folders: Sequence[Path]) -> None:
-    """A folder that remains is removed when the next checkpoint begins, or raises there."""
+    """Remove folders. One that remains is removed when the next checkpoint begins, or raises there."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)

@@ -7,7 +7,8 @@
 
 Invariants: one process writes at a time (`LOCK`); `metrics.jsonl` holds each step at most once, in order; rows of steps
 that a resume repeats move to `*.abandoned.jsonl`, none is lost; `checkpoints/latest` names a complete checkpoint or
-does not exist; an incomplete checkpoint has the suffix `.partial`.
+does not exist; an incomplete checkpoint has the suffix `.partial`. What a run could not finish is removed when it ends,
+and before the first write of the next start, because it may be what fills the disk.
 
 `RunLock` is a lock of the kernel (`flock`), which ends with its process, so a stale LOCK file does not block a start.
 The file's text (process id, host) is for people and for the message of a refusal. Descriptors are closed on exec, so
@@ -21,7 +22,7 @@ import os
 import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -40,6 +41,7 @@ from launcher.run_dir.atomic_files import (
     sync_folder,
 )
 from launcher.run_dir.checkpoints import Checkpoints
+from launcher.run_dir.exported import remove_unfinished_export
 from launcher.run_dir.forward_traces import drop_torn_record, remove_forwards
 
 
@@ -69,11 +71,17 @@ class RunLock:
                 "write there at once; mount it with them (Lustre: `-o flock`), or give a run_dir elsewhere"
             ) from error
         os.ftruncate(self._descriptor, 0)
-        os.write(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+        with suppress(OSError):  # a full disk has no room for the text; the lock holds without it
+            os.write(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
+
+    @property
+    def is_held(self) -> bool:
+        """Whether `release` has not been called."""
+        return self._descriptor >= 0
 
     def release(self) -> None:
         """Releases the lock; a second call does nothing. The file stays, so that every opener locks the same file."""
-        if self._descriptor >= 0:
+        if self.is_held:
             os.ftruncate(self._descriptor, 0)
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough while a child is between fork and exec
             os.close(self._descriptor)
@@ -98,7 +106,7 @@ class RunDirectory:
     """An open run directory; a context manager that holds its lock."""
 
     def __init__(self, path: str | Path) -> None:
-        """Creates the directory if it is missing and acquires its lock.
+        """Creates the directory if it is missing, acquires its lock, and removes what an earlier start left unfinished.
 
         Raises `RunDirectoryError` if it cannot be created, if a living process, which the message names, holds it, or
         if another user has planted a link in it.
@@ -118,6 +126,7 @@ class RunDirectory:
             raise RunDirectoryError(f"`run_dir` = {path}: {error}") from error
         self._lock = RunLock(self.path / "LOCK")
         self._checkpoints = Checkpoints(self.path / "checkpoints")
+        self._remove_unfinished()
         for folder in FOLDERS:
             (self.path / folder).mkdir(exist_ok=True)
         for name in RECORDS:
@@ -133,9 +142,26 @@ class RunDirectory:
         self.close()
 
     def close(self) -> None:
-        """Waits until older checkpoints are removed, and releases the lock."""
-        self._checkpoints.wait_for_removal()
-        self._lock.release()
+        """Removes what is unfinished, and releases the lock; a second call does nothing.
+
+        Call it after the run's processes have ended, which may write until then.
+        """
+        if not self._lock.is_held:
+            return
+        try:
+            self._remove_unfinished()
+        finally:
+            self._lock.release()
+
+    def _remove_unfinished(self) -> None:
+        """Removes checkpoints, exports and samples that are not whole. An error leaves them to the next write there."""
+        self._checkpoints.remove_unfinished()
+        with suppress(OSError):
+            remove_unfinished_export(self.path)
+        for folder in ("samples", "traces"):
+            for partial in (self.path / folder).glob("step-*.jsonl.partial"):
+                with suppress(OSError):
+                    partial.unlink()
 
     def write_config(self, text: str) -> None:
         """Saves the resolved configuration."""

@@ -2,7 +2,8 @@
 
 The mark is written before the folder gets its name. So a folder with a mark is whole. One without a mark is of an
 earlier version, or of an earlier course of the run. The earlier folder is moved aside before the new one gets the name,
-and removed last. A replacement that was killed between the two is finished by the next one.
+and removed last. A replacement that was killed between the two is finished by the next one. One that fails removes what
+it has written, so that it does not fill the disk; `remove_unfinished_export` does so for one that was killed.
 """
 
 import errno
@@ -56,19 +57,45 @@ def replace_folder(target: Path, partial: Path, write: Callable[[Path], None]) -
 
     Raises:
         OSError: a file could not be written, or a folder that an earlier call has moved aside cannot be removed; errors
-            of `write` pass, too. The earlier folder stays then.
+            of `write` pass, too. The earlier folder stays then, and `partial` is removed.
     """
     _finish_killed(target, partial)
     if _aside(partial).exists():
         raise FileExistsError(errno.EEXIST, "left of an earlier replacement: remove it", str(_aside(partial)))
-    shutil.rmtree(partial, ignore_errors=True)
-    write(partial)
-    sync_tree(partial)
+    _remove_parts(partial)
+    try:
+        write(partial)
+        sync_tree(partial)
+    except BaseException:
+        _remove_parts(partial)
+        raise
     try:
         if target.exists():
             target.rename(_aside(partial))
     finally:
         _take_place(target, partial)
+
+
+def remove_unfinished_export(run_dir: Path) -> None:
+    """Finish or remove a replacement of `policy/` that was killed or could not be removed when it failed.
+
+    Call it while the run exports nothing. Where `policy` is a link, nothing is done: what lies beside the folder that
+    it leads to may be another run's.
+
+    Raises:
+        OSError: a replacement that was killed between its renames cannot be finished; nothing of it is removed.
+    """
+    policy = run_dir / POLICY
+    if policy.is_symlink():
+        return
+    _finish_killed(policy, _partial_of(policy))
+    _remove_parts(_partial_of(policy))
+
+
+def _remove_parts(partial: Path) -> None:
+    """Remove a partial folder, and the one in which an export writes what it then renames to `partial`."""
+    for folder in (partial, _partial_of(partial)):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _aside(partial: Path) -> Path:
@@ -113,8 +140,9 @@ def _policy(run_dir: Path) -> Path:
     return (run_dir / POLICY).resolve()
 
 
-def _partial_of(policy: Path) -> Path:
-    return policy.with_name(f"{policy.name}.partial")
+def _partial_of(target: Path) -> Path:
+    """Name of the folder that replaces `target`; `megatron_rl.weights.hf_export` gives its own the same suffix."""
+    return target.with_name(f"{target.name}.partial")
 
 
 def _unmark(directory: Path) -> None:

@@ -5,7 +5,8 @@ lengths and the history's snapshot are written at once. Then the ranks write fro
 folder becomes the newest checkpoint. At most one save is under way; the next one waits for it.
 
 Invariant: a checkpoint is the newest only after every file of every rank is on disk. If the trainer is lost before, the
-one before stays the newest.
+one before stays the newest. The folder of a save that fails is removed by the next save, or when the run's processes
+have ended, which may write until then.
 """
 
 import json

@@ -60,7 +60,13 @@ class StatusFile:
     run_dir: Path
     num_steps: int
     step: int = 0
+    """Steps that are finished. A trainer that returns to a checkpoint lowers it."""
+    newest_step: int = field(init=False)
+    """Most steps that were ever finished; nothing lowers it."""
     _now: Now | None = None
+
+    def __post_init__(self) -> None:
+        self.newest_step = self.step
 
     def phase(self, actor: str, phase: str) -> None:
         """A phase begins."""
@@ -81,6 +87,7 @@ class StatusFile:
     def finished(self, step: int) -> None:
         """A step, counted from 0, is over."""
         self.step = step + 1
+        self.newest_step = max(self.newest_step, self.step)
 
     @contextmanager
     def until_the_end(self) -> Iterator[None]:

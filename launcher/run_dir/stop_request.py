@@ -58,8 +58,15 @@ class StopWatch:
     run_dir: Path
     since_s: float = field(default_factory=lambda: psutil.Process().create_time())
     """Start of this process, wall clock. Older requests were meant for an earlier run."""
-    _checked_s: float = -CHECK_EVERY_S
-    _found: bool = False
+    _for_earlier: StopRequest | None = field(default=None, init=False)
+    """The request that was there before. Times are compared once: the clock may be set while the run goes on."""
+    _checked_s: float = field(default=-CHECK_EVERY_S, init=False)
+    _found: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        request = read_request(self.run_dir)
+        if request is not None and request.time_s < self.since_s - 1:
+            self._for_earlier = request
 
     def __call__(self) -> bool:
         """Whether there is a request; stays true."""
@@ -67,5 +74,5 @@ class StopWatch:
         if not self._found and now_s - self._checked_s >= CHECK_EVERY_S:
             self._checked_s = now_s
             request = read_request(self.run_dir)
-            self._found = request is not None and request.time_s >= self.since_s - 1
+            self._found = request not in (None, self._for_earlier)
         return self._found

@@ -9,6 +9,9 @@ either case.
 Only this file imports wandb, inside functions. In offline mode wandb asks no question and opens no connection. If an
 online run cannot reach the server, the run goes on offline, and `wandb sync` uploads it later.
 
+All files that wandb keeps lie in `wandb/` of the run directory. By itself it copies each table of samples twice to the
+user's home. `wandb sync` uploads one of these copies, so they are kept.
+
 wandb never ends a run, nor holds it for long. Metrics go to wandb's own process, which sends them when it can. A table
 of samples asks the server first, so without an answer steps are logged without it for a while. The end of the run waits
 for the server `FINISH_TIMEOUT_S` at most.
@@ -56,7 +59,10 @@ SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "lengt
 
 
 class _WandbRun(Protocol):
-    """The methods of `wandb.Run` that `Tracker` calls."""
+    """What `Tracker` uses of `wandb.Run`."""
+
+    @property
+    def offline(self) -> bool: ...
 
     def log(self, data: Mapping[str, object], step: int) -> None: ...
 
@@ -202,7 +208,8 @@ class Tracker:
             problem = brief(error)
             self._num_without_table += 1
         duration_s = time.monotonic() - begin_s
-        why = problem or (f"for {duration_s:.0f} s" if duration_s > SLOW_S else "")
+        waited = duration_s > SLOW_S and not run.offline  # offline it was the disk
+        why = problem or (f"for {duration_s:.0f} s" if waited else "")
         if why:
             self._no_table_until_s = time.monotonic() + TABLES_AGAIN_S
         if why and self._answers:
@@ -284,6 +291,9 @@ def _begin(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[st
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     # a wandb service inherited from a parent process outlives this one and keeps the id of a killed run in use
     os.environ.pop("WANDB_SERVICE", None)
+    folder = run_dir.absolute() / "wandb"
+    os.environ["WANDB_DATA_DIR"] = str(folder)  # for copies of tables; by default both lie in the user's home
+    os.environ["WANDB_CACHE_DIR"] = str(folder / "cache")  # for uploaded copies and logs of wandb's process
     import wandb
 
     run: _WandbRun = wandb.init(

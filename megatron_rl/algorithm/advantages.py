@@ -34,6 +34,9 @@ class GroupOutcome:
 
     rewards: Rewards
     """[N]"""
+    accuracies: Rewards
+    """[N], as in evaluations: `acc` if the reward function reports it, else the reward as scored; 0 if scoring
+    failed."""
     lengths: npt.NDArray[np.int64]
     """[N], in response tokens."""
     max_response_tokens: int

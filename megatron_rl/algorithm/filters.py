@@ -37,8 +37,17 @@ def zero_variance(signal: GroupSignal, settings: ZeroVariance) -> bool:
 
 
 def accuracy(outcome: GroupOutcome, settings: Accuracy) -> bool:
-    """Whether the mean reward lies strictly between the bounds."""
-    return settings.low < float(outcome.rewards.mean()) < settings.high
+    """Whether the mean accuracy lies strictly between the bounds.
+
+    Raises ValueError for an accuracy outside 0 to 1: a reward of another scale has no place between the bounds.
+    """
+    outside = outcome.accuracies[(outcome.accuracies < 0) | (outcome.accuracies > 1)]
+    if outside.size:
+        raise ValueError(
+            f"`algorithm.filter` = accuracy: a response has the accuracy {outside[0]:g}, which is not between 0 and 1; "
+            "let the reward function return such an `acc` beside `score`, or set filter to zero_variance"
+        )
+    return settings.low < float(outcome.accuracies.mean()) < settings.high
 
 
 def keep_all(outcome: GroupOutcome, settings: KeepAll) -> bool:

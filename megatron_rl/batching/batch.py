@@ -161,8 +161,8 @@ def build_batch(
 ) -> TrainBatch:
     """The batch of one step.
 
-    Raises ValueError for a reward that is not finite, a group whose parts disagree in size, or a function of the
-    algorithm that does not return one finite number per response.
+    Raises ValueError for a reward that is not finite, a group whose parts disagree in size, a function of the algorithm
+    that does not return one finite number per response, or an accuracy that the filter `accuracy` refuses.
     """
     ordered = sorted(groups, key=lambda group: group.group.group_id)
     surveys = select(ordered, policy_version, algorithm=algorithm)

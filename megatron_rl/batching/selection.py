@@ -20,6 +20,7 @@ from megatron_rl.algorithm.filters import GroupSignal
 from megatron_rl.algorithm.plug_in import Loaded, load_stage
 from megatron_rl.algorithm_settings import ADVANTAGES, FILTERS, SHAPINGS, AdvantageChoice
 from megatron_rl.config import AlgorithmConfig
+from rollout.evaluation import accuracy
 from rollout.group_parts import part_numbers
 from rollout.types import ColumnsRef, FinishReason, GroupId, ScoredGroup, WeightSpan
 
@@ -121,8 +122,8 @@ class _Judged:
 def select(groups: Sequence[ScoredGroup], policy_version: int, *, algorithm: AlgorithmConfig) -> list[Survey]:
     """The selection in every group, in order.
 
-    Raises ValueError for a reward that is not finite, a group whose parts disagree in size, or a function that does not
-    return one finite number per response.
+    Raises ValueError for a reward that is not finite, a group whose parts disagree in size, a function that does not
+    return one finite number per response, or an accuracy that the filter `accuracy` refuses.
     """
     stages = _Stages.of(algorithm)
     judged = [_judge(scored) for scored in groups]
@@ -159,8 +160,10 @@ def _judge(scored: ScoredGroup) -> _Judged:
     summary = scored.summary
     finished = [i for i, n in enumerate(summary.lengths) if n and summary.finish_reasons[i] is not FinishReason.ABORT]
     judged = tuple(i for i in finished if not scored.is_left_out(i))
+    accuracies = [accuracy(score) for score in scored.scores] or scored.rewards
     outcome = GroupOutcome(
         rewards=np.array([scored.rewards[i] for i in judged], dtype=np.float64),
+        accuracies=np.array([accuracies[i] for i in judged], dtype=np.float64),
         lengths=np.array([summary.lengths[i] for i in judged], dtype=np.int64),
         max_response_tokens=scored.group.sampling.max_response_tokens,
     )

@@ -1,12 +1,14 @@
 """Scores a sample of a step's responses twice, to split the mismatch into its causes (`algorithm.mismatch_parts`).
 
 The sample is scored with the trainer's own weights and with the published ones, before the first update of the step,
-while the last publish holds this trainer's weights. Two forwards of one micro batch per rank are the whole cost; the
-second quantises the weights once more, layer by layer.
+while the last publish holds this trainer's weights. Two forwards of the sample are the whole cost; the second quantises
+the weights once more, layer by layer.
 
 Each rank draws whole responses of its own part of the batch, in an order that is a hash of the step, until they have
-`limit_tokens` prompt and response tokens. So a sample exceeds that by less than one response, and long responses are
-not left out. Ranks without responses forward a dummy token, so collectives match.
+`limit_tokens` prompt and response tokens. So a sample exceeds that by less than one response. No response is left out
+for its own length, so over many steps long ones have their share of the tokens.
+
+All ranks forward equally many micro batches, so that collectives match; those without responses hold a dummy token.
 """
 
 import time
@@ -53,57 +55,84 @@ class MismatchSample:
         """
         started = time.perf_counter()
         progress.mark("mismatch sample")
-        samples = choose(batch, limit_tokens=self.limit_tokens, max_tokens=self.max_micro_batch_tokens)
-        (micro,) = load_mini_batch(
-            _only(samples), fetch, multiple_of=self.row_multiple, device=self.device
+        packed = self._as_many_on_all_ranks(
+            pack(choose(batch, limit_tokens=self.limit_tokens), max_tokens=self.max_micro_batch_tokens)
+        )
+        loaded = load_mini_batch(
+            _mini_batch(packed), fetch, multiple_of=self.row_multiple, device=self.device
         ).micro_batches
-        old = self._scores(micro, None)
-        codes = self._scores(micro, published)
-        if old is None or codes is None:
+        old = self._scores(loaded, None)
+        codes = self._scores(loaded, published)
+        if not old:
             return {}
         sums = PartSums.empty(batch.max_staleness, self.device)
-        columns = fetch([sample.columns for sample in samples])
-        flags = [of.resampled_in(sample.sample) for of, sample in zip(columns, samples, strict=True)]
-        ages = [token_ages(sample, batch.policy_version, by_token=self.ages_by_token) for sample in samples]
-        select = micro.sampled.select
-        sums.add(
-            SampledTokens(
-                old_logprobs=select(old),
-                code_logprobs=select(codes),
-                rollout_logprobs=select(micro.rollout_logprobs),
-                ages=select(self._on_device(ages).long()),
-                resampled=select(self._on_device(flags).bool()),
+        for part, micro, of_trainer, of_codes in zip(packed, loaded, old, codes, strict=True):
+            samples = part.samples
+            columns = fetch([sample.columns for sample in samples])
+            flags = [of.resampled_in(sample.sample) for of, sample in zip(columns, samples, strict=True)]
+            ages = [token_ages(sample, batch.policy_version, by_token=self.ages_by_token) for sample in samples]
+            select = micro.sampled.select
+            sums.add(
+                SampledTokens(
+                    old_logprobs=select(micro.real(of_trainer)),
+                    code_logprobs=select(micro.real(of_codes)),
+                    rollout_logprobs=select(micro.rollout_logprobs),
+                    ages=select(self._on_device(ages).long()),
+                    resampled=select(self._on_device(flags).bool()),
+                )
             )
-        )
         dist.all_reduce(sums.sums, group=parallel_state.get_data_parallel_group())
         metrics = sums.metrics()  # waits for the device
         return metrics and {**metrics, "timing_s/mismatch_sample": time.perf_counter() - started}
 
-    def _scores(self, micro: LoadedMicroBatch, published: PublishedValues | None) -> torch.Tensor | None:
-        """Log-probabilities of the micro batch's responses, [T]; None before the last stage."""
+    def _as_many_on_all_ranks(self, packed: Sequence[MicroBatch]) -> list[MicroBatch]:
+        """The micro batches, with empty ones up to the most that any data-parallel rank has."""
+        most = torch.tensor(len(packed), device=self.device)
+        dist.all_reduce(most, op=dist.ReduceOp.MAX, group=parallel_state.get_data_parallel_group())
+        return [*packed, *[MicroBatch(samples=())] * (int(most) - len(packed))]
+
+    def _scores(
+        self, micro_batches: Sequence[LoadedMicroBatch], published: PublishedValues | None
+    ) -> list[torch.Tensor]:
+        """Log-probabilities of each micro batch's responses, [R], or of its dummy; empty before the last stage."""
         weights = nullcontext() if published is None else published_weights(self.chunks, published)
         with torch.no_grad(), weights:
-            outcomes = forward_logprobs(self.chunks, [micro.packed], temperature=self.temperature)
-        return micro.real(outcomes[0]) if outcomes else None
+            return forward_logprobs(
+                self.chunks, [micro.packed for micro in micro_batches], temperature=self.temperature
+            )
 
     def _on_device(self, parts: Sequence[np.ndarray[tuple[int, ...], np.dtype[np.generic]]]) -> torch.Tensor:
         return torch.from_numpy(np.concatenate([np.zeros(0, dtype=np.int64), *parts])).to(self.device)
 
 
-def choose(batch: RankBatch, *, limit_tokens: int, max_tokens: int) -> list[TrainingSample]:
+def choose(batch: RankBatch, *, limit_tokens: int) -> list[TrainingSample]:
     """Responses of a rank's sample, in an order that changes from step to step; at least one if there is any.
 
-    The sample ends with the response that reaches `limit_tokens`, or before the one that would exceed `max_tokens`.
+    The sample ends with the response that reaches `limit_tokens`. To end before one that does not fit would leave out
+    long ones.
     """
     samples = [sample for mini in batch.mini_batches for micro in mini.micro_batches for sample in micro.samples]
     chosen: list[TrainingSample] = []
     num_tokens = 0
     for sample in sorted(samples, key=lambda sample: _draw(sample, batch.policy_version)):
-        if chosen and (num_tokens >= limit_tokens or num_tokens + sample.num_tokens > max_tokens):
+        if chosen and num_tokens >= limit_tokens:
             break
         chosen.append(sample)
         num_tokens += sample.num_tokens
     return chosen
+
+
+def pack(samples: Sequence[TrainingSample], *, max_tokens: int) -> list[MicroBatch]:
+    """Micro batches in the order of the samples, of at most `max_tokens` or one longer sample; at least one."""
+    parts: list[list[TrainingSample]] = [[]]
+    num_tokens = 0
+    for sample in samples:
+        if parts[-1] and num_tokens + sample.num_tokens > max_tokens:
+            parts.append([])
+            num_tokens = 0
+        parts[-1].append(sample)
+        num_tokens += sample.num_tokens
+    return [MicroBatch(samples=tuple(part)) for part in parts]
 
 
 def _draw(sample: TrainingSample, policy_version: int) -> tuple[int, int, int]:
@@ -111,12 +140,12 @@ def _draw(sample: TrainingSample, policy_version: int) -> tuple[int, int, int]:
     return zlib.crc32(key.encode()), sample.group_id, sample.sample
 
 
-def _only(samples: Sequence[TrainingSample]) -> RankMiniBatch:
-    """The samples as one micro batch, whose denominators nothing reads."""
+def _mini_batch(packed: Sequence[MicroBatch]) -> RankMiniBatch:
+    """The micro batches with denominators that nothing reads."""
     return RankMiniBatch(
-        micro_batches=(MicroBatch(samples=tuple(samples)),),
-        num_sequences=len(samples),
-        num_response_tokens=sum(sample.num_response_tokens for sample in samples),
+        micro_batches=tuple(packed),
+        num_sequences=sum(len(micro.samples) for micro in packed),
+        num_response_tokens=sum(sample.num_response_tokens for micro in packed for sample in micro.samples),
     )
 
 

@@ -1,17 +1,21 @@
 """Loads files of prompts: rows are rendered through the chat template and tokenised.
 
 Chat messages go through the tokenizer's chat template with a generation prompt. Plain text is one user turn where the
-tokenizer has a template; a base model without one gets the text as it is. A prompt's id is `DATASET/ROW`, with rows
-counted from 0 in file order, so it stays the same when other rows are dropped.
+tokenizer has a template; a base model without one gets the text as it is. With a template, text that is already
+rendered is refused, because it would become a turn within a turn. A prompt's id is `DATASET/ROW`, with rows counted
+from 0 in file order, so it stays the same when other rows are dropped.
 
 Over-long prompts are refused (naming the first), dropped, or truncated from the left, and counted. Silent truncation
 would train on questions without their beginning.
 """
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
+
+import numpy as np
 
 from rollout.data.chat_template import ChatMessage
 from rollout.data.rows import PromptRow, read_rows
@@ -38,6 +42,21 @@ class LoadedPrompts:
             digest.update(prompt.token_ids.astype("<i4").tobytes())
         return digest.hexdigest()
 
+    def num_repeated(self) -> int:
+        """Number of prompts with the tokens, ground truth and data source of an earlier one.
+
+        It needs memory of 16 bytes a prompt.
+        """
+        digests = bytearray()
+        for prompt in self.prompts:
+            digest = hashlib.blake2b(repr((prompt.ground_truth, prompt.data_source)).encode(), digest_size=16)
+            digest.update(b"\0")  # stands in no `repr`
+            digest.update(prompt.token_ids.astype("<i4").tobytes())
+            digests += digest.digest()
+        in_order = np.frombuffer(digests, dtype="S16")
+        in_order.sort()
+        return int(np.count_nonzero(in_order[1:] == in_order[:-1]))
+
 
 class PromptLoader:
     """Loads prompts with one tokenizer."""
@@ -51,8 +70,8 @@ class PromptLoader:
         """Read, render and tokenise a file; `name` defaults to its stem, `limit` 0 means all rows.
 
         Raises:
-            ValueError: names file and line of a row of the wrong shape, or of a prompt that is too long (`refuse`);
-                or all prompts are too long (`drop`).
+            ValueError: names file and line of a row of the wrong shape, of a prompt that `render` refuses, or of one
+                that is too long (`refuse`); or all prompts are too long (`drop`).
         """
         name = name or Path(path).stem
         rows = read_rows(path, name=name, limit=limit)
@@ -94,15 +113,36 @@ def render(prompt: str | tuple[ChatMessage, ...], tokenizer: Tokenizer, *, where
     """A row's prompt as the model gets it; with a chat template, plain text becomes a user's message.
 
     Raises:
-        ValueError: the chat template is missing or refuses the prompt; the message names `where`.
+        ValueError: the chat template is missing or refuses the prompt, or turns would stand within turns; the message
+            names `where`.
     """
     if isinstance(prompt, str) and not tokenizer.has_chat_template:
         return prompt
     messages = [ChatMessage(role="user", content=prompt)] if isinstance(prompt, str) else list(prompt)
     try:
-        return tokenizer.render(messages)
+        text = tokenizer.render(messages)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+    if problem := _nested(messages, text, tokenizer.turn_markers):
+        raise ValueError(f"{where}: {problem}")
+    return text
+
+
+def _nested(messages: Sequence[ChatMessage], text: str, markers: Sequence[str]) -> str:
+    """Why turns stand within turns of the rendered `text`; empty for a sound conversation."""
+    for message in messages:
+        if found := next((marker for marker in markers if marker in message["content"]), ""):
+            return (
+                f"the prompt holds {found}, which the chat template writes around a message, so the prompt is already "
+                "rendered; give chat messages, or the bare question"
+            )
+    last = messages[-1]["content"].strip()
+    if messages[-1]["role"] == "assistant" and not (last and text.rstrip().endswith(last)):
+        return (
+            "the last message is the assistant's, and the chat template does not leave it open; end with a user's "
+            "message, and write the beginning of all responses into the template"
+        )
+    return ""
 
 
 def _prompt(row: PromptRow, token_ids: TokenIds, *, prompt_id: PromptId) -> Prompt:

@@ -3,7 +3,8 @@
 Columns (as in common data sets)
 * `prompt`: text, or chat messages `[{"role": ..., "content": ...}, ...]`
 * ground truth: the first present of `reward_model.ground_truth`, `ground_truth`, `answer`; numbers, lists and objects
-  become JSON text, decimals and dates of a `.parquet` file their digits
+  become JSON text, decimals and dates of a `.parquet` file their digits; an empty text is refused for every reward
+  function, since rows are read without knowing it
 * `data_source`: text, optional; the data set's name where absent
 * `extra_info`: any value, optional
 
@@ -127,7 +128,7 @@ def _row(values: object, *, where: str, name: str) -> PromptRow:
         where=where,
         prompt=prompt_of(values, where=where),
         data_source=source or name,
-        ground_truth=_ground_truth(values, where=where),
+        ground_truth=ground_truth_of(values, where=where),
         extra_info_json=json.dumps(values.get("extra_info"), default=str, ensure_ascii=False),
     )
 
@@ -157,7 +158,12 @@ def _message(entry: object, *, where: str) -> ChatMessage:
     raise ValueError(f'{where}: chat message {_brief(entry)} must be {{"role": text, "content": text}}')
 
 
-def _ground_truth(values: Mapping[str, object], *, where: str) -> str:
+def ground_truth_of(values: Mapping[str, object], *, where: str) -> str:
+    """The ground truth of a row as text.
+
+    Raises:
+        ValueError: it is missing, empty, bytes, or holds a number that is not finite.
+    """
     reward_model = values.get("reward_model")
     candidates = [
         reward_model.get("ground_truth") if isinstance(reward_model, dict) else None,
@@ -168,7 +174,12 @@ def _ground_truth(values: Mapping[str, object], *, where: str) -> str:
     if truth is None:
         raise ValueError(f"{where}: no ground truth; give `answer`, `ground_truth` or `reward_model.ground_truth`")
     if isinstance(truth, str):
-        return truth
+        if truth.strip():
+            return truth
+        raise ValueError(
+            f"{where}: the ground truth {_brief(truth)} is empty; write the answer, or any text, such as `none`, if "
+            "the reward function compares with nothing"
+        )
     if isinstance(truth, decimal.Decimal):
         return format(truth, "f")
     if isinstance(truth, datetime.date | datetime.time | datetime.timedelta):

@@ -12,8 +12,10 @@ run. Therefore it is checked before other processes start.
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -24,6 +26,11 @@ from rollout.data.tokenizer_file import Loaded, differs_from_file
 from rollout.types import TokenIds
 
 _log = logging.getLogger(__name__)
+
+_MARKER = re.compile(r"(?!</?[^\W_]+>$)[<\[\]{|]\S+[>\]\[}|]")
+"""Forms of markers: `<|im_start|>`, `<start_of_turn>`, `[INST]`. Ordinary text may hold tags: `<s>`, `<think>`."""
+_QUESTION = "Where does this question stand?"
+"""A user's message that no chat template writes by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +63,8 @@ class _HubTokenizer(Renderer, Loaded, Protocol):
 
     def get_vocab(self) -> dict[str, int]: ...
 
+    def get_added_vocab(self) -> dict[str, int]: ...
+
 
 class Tokenizer:
     """A loaded tokenizer."""
@@ -76,6 +85,29 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         """Whether the tokenizer can render conversations."""
         return bool(self._template.text)
+
+    @cached_property
+    def added_tokens(self) -> frozenset[str]:
+        """Texts that are one token each, wherever they stand: special tokens, and others such as `<think>`."""
+        return frozenset(self._hub.get_added_vocab())
+
+    @cached_property
+    def turn_markers(self) -> tuple[str, ...]:
+        """The added tokens next to a user's message in the chat template, at most one before it and one behind it.
+
+        Text that holds one of them is already rendered. Empty without a template or such tokens.
+        """
+        try:
+            text = self.render([ChatMessage(role="user", content=_QUESTION)])
+        except ValueError:  # no template, or one for other conversations
+            return ()
+        before, question, behind = text.partition(_QUESTION)
+        if not question:
+            return ()
+        markers = [token for token in self.added_tokens if _MARKER.fullmatch(token)]
+        opening = sorted((marker for marker in markers if marker in before), key=before.rfind)[-1:]
+        closing = sorted((marker for marker in markers if marker in behind), key=behind.find)[:1]
+        return (*opening, *closing)
 
     def render(self, messages: Sequence[ChatMessage]) -> str:
         """A conversation as text, generation prompt included.

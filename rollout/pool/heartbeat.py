@@ -65,8 +65,12 @@ class Heartbeat:
             self._asked = self.actor.alive.remote()
 
     def note(self, process: ProcessId) -> None:
-        """This process has answered another call, perhaps late and after its successor."""
-        if self.process is None or process.created_s >= self.process.created_s:
+        """This process has answered another call, perhaps late and after its successor.
+
+        On one node the successor is who started later. Starts on two nodes cannot be compared: the last answer counts.
+        """
+        known = self.process
+        if known is None or process.node_id != known.node_id or process.start_ticks >= known.start_ticks:
             self.process = process
 
     def named(self, name: str) -> str:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from numbers import Real
+from types import ModuleType
 
 from history.config import load_function
 
@@ -61,10 +62,25 @@ def check_reward(function: str, *, timeout_s: float, cpu_s: float) -> None:
     Raises:
         ValueError: there is no such function, or it cannot work on this machine or within these limits.
     """
-    load_reward(function)
-    check = getattr(sys.modules[function.rpartition(".")[0]], "check_settings", None)
+    check = getattr(_module(function), "check_settings", None)
     if check is not None:
         check(timeout_s=timeout_s, cpu_s=cpu_s)
+
+
+def late_score(function: str) -> float | None:
+    """`LATE_SCORE` of the reward function's module, the reward of a late call; None if it declares none.
+
+    Raises:
+        ValueError: there is no such function, or `LATE_SCORE` is no finite number.
+    """
+    score = getattr(_module(function), "LATE_SCORE", None)
+    if score is None:
+        return None
+    if not isinstance(score, Real) or not math.isfinite(number := _float(score)):
+        raise ValueError(
+            f"{FIELD}: `LATE_SCORE` of the module of {function} is {score!r:.200}; it must be a finite number"
+        )
+    return number
 
 
 def is_async(function: str) -> bool:
@@ -100,6 +116,11 @@ async def call_reward_async(request: RewardRequest, *, timeout_s: float) -> Rewa
 def late_outcome(timeout_s: float) -> RewardOutcome:
     """Outcome of a call that exceeded its time."""
     return RewardOutcome(error=f"over the limit of {timeout_s} s", is_late=True)
+
+
+def _module(function: str) -> ModuleType:
+    load_reward(function)
+    return sys.modules[function.rpartition(".")[0]]
 
 
 def _begin(request: RewardRequest) -> object:

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from history.process_stat import stat_fields
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -75,20 +77,15 @@ def cpu_seconds(pids: Iterable[int]) -> float:
 
 def _cpu_ticks(pid: int) -> int:
     try:
-        return sum(map(int, _stat(pid)[11:15]))  # utime, stime, cutime and cstime: the fields 14 to 17
+        return sum(map(int, stat_fields(pid)[11:15]))  # utime, stime, cutime and cstime: the fields 14 to 17
     except (FileNotFoundError, ProcessLookupError):
         return 0
-
-
-def _stat(pid: int) -> list[str]:
-    """Fields of `/proc/pid/stat` (`proc(5)`) from the third on: those after the name, which may contain anything."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def is_stopped(pid: int) -> bool:
     """Whether a process is stopped by a signal; not if it has ended."""
     try:
-        return _stat(pid)[0] in ("T", "t")
+        return stat_fields(pid)[0] in ("T", "t")
     except (FileNotFoundError, ProcessLookupError):
         return False
 

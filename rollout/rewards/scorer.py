@@ -4,9 +4,11 @@ The reward function is foreign code. It runs in worker processes (`rollout.rewar
 replaced when a call exceeds a limit, and which can crash without harm to others. Groups are scored side by side: their
 calls share the workers, those of the first group first. A call that hangs costs its own worker until its time limit.
 
-A failed or timed-out call yields a status and a line in the log. Its response leaves the group, or has the configured
-substitute score. The line shows the response the first time that each kind of failure happens. Faults of every sample
-raise instead: a bad path, a wrong return type, a function that has failed for every response of several prompts.
+A failed or late call yields a status and a line in the log. Its response has the configured substitute score
+(`reward.failure_score`). Without one, a late call has the score that the function's module declares (`LATE_SCORE`).
+With neither, the response leaves the group. The line shows the response the first time that each kind of failure
+happens. Faults of every sample raise instead: a bad path, a wrong return type, a function that has failed for every
+response of several prompts.
 """
 
 import asyncio
@@ -104,8 +106,15 @@ class ResponseScorer:
             sample = f"; ground truth {group.prompt.ground_truth!r}, response {text[:_SHOWN_CHARACTERS]!r}"
         _LOG.warning("scoring of a response to %s: %s: %s%s", group.prompt.prompt_id, status.value, line, sample)
         self._give_up_if_broken(group.prompt.prompt_id, line)
-        substitute = self._config.failure_score
+        substitute = self._substitute(status)
         return Score(reward=substitute or 0.0, status=status, error=line, is_left_out=substitute is None)
+
+    def _substitute(self, status: ScoreStatus) -> float | None:
+        """Reward of a call that has none; None if its response leaves the group."""
+        if self._config.failure_score is not None or status is not ScoreStatus.TIMEOUT:
+            return self._config.failure_score
+        assert self._workers is not None, "`start` comes before `score`"
+        return self._workers.late_score
 
     def _give_up_if_broken(self, prompt_id: PromptId, error: str) -> None:
         if self._verdict:

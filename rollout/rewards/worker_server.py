@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 from rollout.failures import RewardBrokenError, brief
-from rollout.rewards.call import check_reward, is_async, load_reward
+from rollout.rewards.call import check_reward, is_async, late_score, load_reward
 from rollout.rewards.process_tree import (
     adopt_orphans,
     children,
@@ -62,6 +62,8 @@ class Prepared:
 
     is_async: bool = False
     """Whether the function is an `async def`."""
+    late_score: float | None = None
+    """Reward of a late call, if the function's module declares one."""
     error: ValueError | RewardBrokenError | None = None
 
 
@@ -127,9 +129,9 @@ def _prepare(function: str, limits: WorkerLimits) -> Prepared:
         return Prepared(error=RewardBrokenError(text))
     try:
         check_reward(function, timeout_s=limits.timeout_s, cpu_s=limits.cpu_s)
+        return Prepared(is_async=is_async(function), late_score=late_score(function))
     except ValueError as error:
         return Prepared(error=ValueError(str(error)))
-    return Prepared(is_async=is_async(function))
 
 
 class _Server:

@@ -86,6 +86,8 @@ class RewardWorkers:
 
     def __init__(self, config: RewardConfig) -> None:
         self._config = config
+        self.late_score: float | None = None
+        """Reward of a late call that the function's module declares, once started."""
         self._workers: dict[int, _Worker] = {}
         self._queue = CallQueue()
         self._numbers = itertools.count()
@@ -102,7 +104,8 @@ class RewardWorkers:
         """Import the reward function, in the server, and start the workers.
 
         Raises:
-            ValueError: the reward function's path is bad, or it cannot work on this machine.
+            ValueError: the reward function's path is bad, it cannot work on this machine, or its module's `LATE_SCORE`
+                is no finite number.
             RewardBrokenError: the function's module fails while it is imported.
         """
         config = self._config
@@ -123,6 +126,7 @@ class RewardWorkers:
         if prepared.error is not None:
             await self.close()
             raise prepared.error
+        self.late_score = prepared.late_score
         self._per_worker = config.async_concurrency if prepared.is_async else 1
         self._spawn(self._listen(self._control))
         self._spawn(self._watch())

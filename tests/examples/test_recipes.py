@@ -1,17 +1,34 @@
 """Recipes load, plan, place and render; plans are those of the record; broken variants name key, bound and fix."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from examples.recipes.convert import convert, main
-from examples.recipes.plans import MODELS, PAGE, PLANS, RECIPES, load_recipe, options, page_table, plans, with_table
+from examples.recipes.plans import (
+    FOLDER,
+    MODELS,
+    PAGE,
+    PLANS,
+    RECIPES,
+    load_recipe,
+    options,
+    page_table,
+    plans,
+    with_table,
+)
+from launcher.checks.combinations import run_combinations
 from launcher.cli import main as megatron_rl
 from launcher.commands.plan import plan, planned_nodes
 from launcher.commands.slurm import job_config, prepare
 from launcher.errors import ConfigError
+from megatron_rl.algorithm_settings import KeepAll
+from megatron_rl.batching.selection import has_signal
 from rollout.data.rows import read_rows
+from rollout.types import Score, ScoreStatus
+from tests.support.scored_groups import scored_group
 
 
 def test_committed_plans_are_those_of_today() -> None:
@@ -32,6 +49,33 @@ def test_a_recipe_renders_a_script_for_its_nodes(
     assert plan(config, options()) == 0
     assert len(planned_nodes(config, options())) == config.cluster.slurm.nodes
     assert "ESTIMATE" in capsys.readouterr().out
+
+
+DAPO_RECIPES = tuple(name for name in RECIPES if name.startswith("dapo-"))
+DYNAMIC_SAMPLING = ("algorithm.max_refill=2", "algorithm.filter=accuracy")
+"""The documented overrides."""
+
+
+@pytest.mark.parametrize("name", DAPO_RECIPES)
+def test_the_override_of_dynamic_sampling_judges_answers_as_dapo_does(name: str) -> None:
+    """verl keeps a group if its values of `acc` differ, whatever the lengths: `filter_groups.metric=acc`."""
+    override = " ".join(DYNAMIC_SAMPLING)
+    assert f"| `{override}` |" in PAGE.read_text(encoding="utf-8")
+    assert f"# DAPO's dynamic sampling: {override}\n" in (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    config = load_recipe(name, *DYNAMIC_SAMPLING)
+    assert run_combinations(config) == []
+    lengths = [300] * 15 + [config.sampling.max_response_tokens]
+    for num_right in (0, 5, 16):
+        rewards = [1.0] * num_right + [0.0] * (16 - num_right)
+        scores = tuple(Score(reward=reward, status=ScoreStatus.OK) for reward in rewards)
+        group = replace(scored_group(0, lengths=lengths), rewards=tuple(rewards), scores=scores)
+        assert has_signal(group, config.algorithm) is (0 < num_right < 16)
+
+
+@pytest.mark.parametrize("name", DAPO_RECIPES)
+def test_a_recipe_without_dynamic_sampling_keeps_every_group_as_verl_does(name: str) -> None:
+    assert "`run_dapo_wo_ds_qwen2.5_32b.sh`" in (FOLDER / f"{name}.yaml").read_text(encoding="utf-8")
+    assert isinstance(load_recipe(name).algorithm.filter, KeepAll)
 
 
 PHASES = ("rollout", "sleep", "onload", "train", "save", "offload", "wake", "publish", "wake kv")

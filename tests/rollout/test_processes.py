@@ -1,15 +1,17 @@
-"""Processes of an owner that is killed end too."""
+"""Processes of an owner that is killed end too; a process is found by its identity whatever the wall clock says."""
 
 import gc
+import json
 import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import psutil
 import pytest
 
-from rollout.processes import given_devices, no_collection, on_devices
+from rollout.processes import ProcessId, family, given_devices, kill_processes, no_collection, on_devices, send_signal
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 
@@ -71,3 +73,40 @@ def test_collection_pauses_for_imports_also_if_they_fail_and_stays_off_where_it_
     with pytest.raises(ImportError):
         failing_import()
     assert gc.isenabled()
+
+
+PARENT = """
+import dataclasses, json, subprocess, sys, time
+from rollout.processes import ProcessId
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(json.dumps(dataclasses.asdict(ProcessId.of_this_process("a-node"))), child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("step_s", [-3600.0, 2.0])
+def test_a_process_and_its_child_are_killed_after_the_wall_clock_was_set(monkeypatch, step_s: float):
+    """psutil adds the time of the boot, which the kernel computes from the present wall clock."""
+    with subprocess.Popen([sys.executable, "-c", PARENT], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        told, _, child = parent.stdout.readline().rpartition(" ")
+        members = [psutil.Process(pid) for pid in (parent.pid, int(child))]
+        try:
+            identity = ProcessId(**json.loads(told))
+            booted_s = psutil.boot_time()
+            monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted_s + step_s)
+            assert family(identity) == members
+            assert family(replace(identity, start_ticks=identity.start_ticks - 1)) == [], "another had its number"
+            assert kill_processes([identity]) == 2
+            assert not any(member.is_running() for member in members)
+            assert kill_processes([identity]) == 0
+        finally:
+            send_signal(members, signal.SIGKILL)
+
+
+def test_a_process_tells_the_same_of_itself_after_the_clock_was_set(monkeypatch):
+    """Restarts are counted by the different values."""
+    before = ProcessId.of_this_process("a-node")
+    booted_s = psutil.boot_time()
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted_s + 2.0)
+    assert ProcessId.of_this_process("a-node") == before

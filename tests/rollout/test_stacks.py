@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from history.own_files import PlantedError
+from history.process_stat import start_ticks
 from rollout import stacks
 from rollout.processes import NODE, VARIABLE, ProcessId, kill_processes
 from tests.support.runs.background import ROOT
@@ -24,7 +25,7 @@ def child_waits_in_vain():
 
 def loops_for_ever(out):
     me = ProcessId.of_this_process("a-node")
-    out.write(f"{me.pid} {me.created_s} {me.log}\\n")
+    out.write(f"{me.pid} {me.start_ticks} {me.log}\\n")
     out.flush()
     while True:
         pass
@@ -47,8 +48,8 @@ def hung(tmp_path):
         [sys.executable, "-c", HANGS, str(pipe)], cwd=ROOT, env={**os.environ, VARIABLE: str(log)}
     )
     with pipe.open() as told:
-        pid, created_s, path = told.readline().split()
-    yield ProcessId(node_id="a-node", pid=int(pid), created_s=float(created_s), log=path)
+        pid, ticks, path = told.readline().split()
+    yield ProcessId(node_id="a-node", pid=int(pid), start_ticks=int(ticks), log=path)
     for each in [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]:
         each.kill()
     process.wait()
@@ -77,8 +78,8 @@ def test_py_spy_reads_a_frozen_process_too_or_the_file_says_why_not(hung):
 
 def test_a_process_without_a_handler_is_not_ended_by_the_question(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    created_s = psutil.Process(process.pid).create_time()
-    identity = ProcessId(node_id="", pid=process.pid, created_s=created_s, log=str(tmp_path / "scorer-0.log"))
+    ticks = start_ticks(process.pid)
+    identity = ProcessId(node_id="", pid=process.pid, start_ticks=ticks, log=str(tmp_path / "scorer-0.log"))
     (file,) = stacks.write_stacks([identity], "now")
     assert "faulthandler: not installed in this process" in Path(file).read_text()
     assert process.poll() is None
@@ -93,9 +94,9 @@ def test_a_planted_link_is_not_written_through_and_keeps_no_other_stacks_away(tm
     (stacks_of / "scorer-0-now.txt").symlink_to(target)
     stacks_of.chmod(0o777)  # so every user may have made the link
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    created_s = psutil.Process(process.pid).create_time()
+    ticks = start_ticks(process.pid)
     names = [str(tmp_path / f"scorer-{number}.log") for number in range(2)]
-    identities = [ProcessId(node_id="", pid=process.pid, created_s=created_s, log=name) for name in names]
+    identities = [ProcessId(node_id="", pid=process.pid, start_ticks=ticks, log=name) for name in names]
     with pytest.raises(PlantedError, match=r"scorer-0-now\.txt is a link in a folder to which every user may write"):
         stacks.write_stacks(identities, "now")
     assert target.read_text() == "old"
@@ -106,7 +107,7 @@ def test_a_planted_link_is_not_written_through_and_keeps_no_other_stacks_away(tm
 
 def test_another_process_with_the_same_number_is_left_alone(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    stranger = ProcessId(node_id="", pid=process.pid, created_s=1.0, log=str(tmp_path / "trainer-0.log"))
+    stranger = ProcessId(node_id="", pid=process.pid, start_ticks=1, log=str(tmp_path / "trainer-0.log"))
     assert stacks.write_stacks([stranger], "now") == () and kill_processes([stranger]) == 0
     assert process.poll() is None
     process.kill()

@@ -19,7 +19,7 @@ def tokenizer_line(tokenizer: Tokenizer, rows: Sequence[PromptRow]) -> tuple[str
     """Value and problems, from the prompts of `rows`.
 
     Raises:
-        ValueError: the chat template refuses a prompt.
+        ValueError: a prompt cannot be rendered.
     """
     problems: dict[str, str] = {}
     for row in rows:
@@ -34,7 +34,7 @@ def tokenizer_line(tokenizer: Tokenizer, rows: Sequence[PromptRow]) -> tuple[str
                     f"{row.where}: the chat template drops the text of a message; use the model's own template"
                 )
             elif stripped not in decoded:
-                problems["tokenizer"] = f"{row.where}: text changes by encoding and decoding; use the model's tokenizer"
+                problems["tokenizer"] = f"{row.where}: {_why_changed(content, tokenizer)}"
         written = set(MARKER.findall(text)) - set(MARKER.findall("".join(contents)))
         for marker in sorted(written):
             (pieces,) = tokenizer.encode([marker], add_special_tokens=False)
@@ -44,3 +44,10 @@ def tokenizer_line(tokenizer: Tokenizer, rows: Sequence[PromptRow]) -> tuple[str
                     "belongs to another tokenizer, use the model's own"
                 )
     return f"{len(rows)} prompts rendered, encoded and decoded", list(problems.values())
+
+
+def _why_changed(content: str, tokenizer: Tokenizer) -> str:
+    for token in sorted(token for token in tokenizer.added_tokens if token in content):
+        if not tokenizer.decode(*tokenizer.encode([token], add_special_tokens=False)):
+            return f"the text holds {token}, which the model reads as a special token; write it in another way"
+    return "text changes by encoding and decoding; use the model's tokenizer"

@@ -48,7 +48,8 @@ def test_the_plain_loop_has_at_most_150_lines() -> None:
 def test_advantages_are_those_of_this_project_and_equal_rewards_have_none() -> None:
     rewards = np.array([1.0, 0.0, 0.0, 1.0, 0.0, 0.0, 0.0, 0.0], dtype=np.float32)
     found = task.advantages([response(5, float(reward)) for reward in rewards])
-    ours = grpo(GroupOutcome(rewards=rewards, lengths=np.full(8, 5), max_response_tokens=2000), Grpo())
+    group = GroupOutcome(rewards=rewards, accuracies=rewards, lengths=np.full(8, 5), max_response_tokens=2000)
+    ours = grpo(group, Grpo())
     assert [value for _, value in found] == pytest.approx(ours.tolist(), abs=1e-5)
     assert task.advantages([response(5, 1.0)] * 8) == []
 

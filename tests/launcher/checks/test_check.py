@@ -163,6 +163,13 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ],
             ["`trainer.critic.optimizer.decay_steps` = 2", "`trainer.critic.optimizer.warmup_steps` = 3"],
         ),
+        (
+            ["trainer.optimizer.min_learning_rate=1e-7", "trainer.optimizer.decay_steps=5"],
+            [
+                "`trainer.optimizer.min_learning_rate` = 1e-07 with `trainer.optimizer.decay` = constant",
+                "set decay to linear or cosine, or decay_steps to 0",
+            ],
+        ),
         (["trainer.parallel.tensor=3"], ["trainer.parallel.tensor = 3", "4 attention heads"]),
         (["trainer.parallel.pipeline=5"], ["pipeline = 5", "4 layers"]),
         (["engine.tensor_parallel=4"], ["`engine.tensor_parallel` = 4", "2 key/value heads"]),
@@ -276,6 +283,19 @@ def test_a_warm_start_looks_for_flash_attention(
     present = check_sft(config, [ampere])
     assert not any("attention scores" in line for line in present.memory.lines())
     assert present.warnings == ()
+
+
+def test_a_long_run_without_checkpoints_is_warned_of_what_a_failure_repeats(
+    write_config: Write, node: NodeResources
+) -> None:
+    def warnings(*overrides: str) -> list[str]:
+        found = check_run(load(RunConfig, write_config(""), overrides), [node]).warnings
+        return [warning for warning in found if "`checkpoint.every`" in warning]
+
+    assert warnings("num_steps=99") == warnings("num_steps=500", "checkpoint.every=20") == []
+    assert len(warnings("num_steps=100")) == 1
+    (warning,) = warnings("num_steps=500")
+    assert "saves after the last of 500 steps only" in warning and "set it to 20, for example" in warning
 
 
 def test_a_directory_without_weights_or_tokenizer_is_refused(

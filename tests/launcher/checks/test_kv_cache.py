@@ -16,6 +16,7 @@ from launcher.checks.kv_cache import (
     sized,
 )
 from launcher.checks.memory import run_memory
+from launcher.checks.model import engine_problems
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import plan
 from launcher.commands.plan import planned_nodes
@@ -119,6 +120,22 @@ def test_a_device_that_is_too_small_for_a_phase_is_refused_by_the_plan_alone() -
     run, nodes = planned(0.9, trainer__parallel__tensor=1, trainer__parallel__data=8, trainer__offload="none")
     assert fraction_problems(run, nodes) == []
     assert run_memory(sized(run, nodes), nodes).problems()
+
+
+@pytest.mark.parametrize("fraction", [0.9, 1.0])
+def test_a_device_that_is_too_small_is_not_met_by_a_larger_fraction(fraction: float) -> None:
+    run, nodes = planned(fraction, trainer__parallel__tensor=1, trainer__parallel__data=8, trainer__offload="none")
+    problems: list[str] = []
+    fit(run.config, run.spec, nodes, problems)
+    assert any("trainer.offload" in each for each in problems)
+    assert not any("raise it" in each or "gpu_memory_fraction" in each for each in problems)
+
+
+def test_a_sample_beyond_the_cache_of_the_whole_device_must_be_shorter() -> None:
+    run, _ = planned(1.0)
+    engine = run.config.engine.model_copy(update={"gpu_memory_fraction": None, "kv_cache_bytes": GRAIN_BYTES})
+    problems = engine_problems(run.spec, engine, 2048, {"sampling.max_response_tokens": 30000}, fraction=1.0)
+    assert problems and all(each.endswith("= 1 leaves 67108864; lower one of them") for each in problems)
 
 
 def test_the_engines_of_the_bf16_evaluation_have_the_cache_that_their_weights_leave() -> None:

@@ -53,7 +53,7 @@ def test_a_process_that_does_not_load_is_named_with_its_node(
     monkeypatch.setattr(text_processes, "ScorerActor", actors)
     monkeypatch.setattr(ray, "wait", actors.wait)
     monkeypatch.setattr(
-        ray, "get", lambda ref: ProcessId(node_id="", pid=1, created_s=0.0, host=f"gpu-0{ref.removeprefix('alive ')}")
+        ray, "get", lambda ref: ProcessId(node_id="", pid=1, start_ticks=0, host=f"gpu-0{ref.removeprefix('alive ')}")
     )
     with pytest.raises(DeadlineError, match=f"waited 600 s for {named} to load") as late:
         start_text_processes(

@@ -79,6 +79,29 @@ def test_a_key_that_the_server_refuses_starts_no_engine(execute: Callable[[Simpl
         execute(SimpleNamespace(start=refuse), lambda: pytest.fail("engines have started"))
 
 
+def test_limits_of_restarts_follow_the_newest_finished_step(
+    write_config: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer that returns to a checkpoint lowers the step of the run, but not the one that limits count by."""
+    config = load(RunConfig, write_config("engine: {max_restarts: 5}\ntrainer: {max_restarts: 4}\n"))
+    placement = SimpleNamespace(engines=(), trainers=(), nodes=())
+    checked = SimpleNamespace(config=config, placement=placement)
+    status = StatusFile(run_dir=tmp_path, num_steps=900, step=2)
+    taken: list[assembly._Parts] = []
+    for name in ("read_inputs", "start_workers", "note_begin", "_history_client", "_recorder", "_end", "Tracker"):
+        monkeypatch.setattr(assembly, name, Anything())
+    monkeypatch.setattr(assembly, "_take_steps", lambda parts, *given: taken.append(parts))
+    shown = Shown(progress=RunProgress(900), status=status)
+    assembly.execute(checked, SimpleNamespace(path=tmp_path), shown, None, ResumePoint(first_step=2), ())
+    limits = (taken[0].lost_engines.limit, taken[0].restarts.limit)
+    assert [limit.max_restarts for limit in limits] == [5, 4]
+    assert [limit.newest_step() for limit in limits] == [2, 2]
+    status.finished(700)
+    status.step = 600
+    status.finished(600)
+    assert [limit.newest_step() for limit in limits] == [701, 701]
+
+
 @pytest.fixture
 def parts() -> SimpleNamespace:
     """Of a run that has lost its trainer."""

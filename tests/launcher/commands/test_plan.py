@@ -61,7 +61,7 @@ def plan(tmp_path: Path) -> Plan:
         path.write_text(
             f"model: {tmp_path / 'model'}\nrun_dir: {tmp_path / 'run'}\nnum_steps: 100\n"
             "data:\n  train: [{path: nowhere.jsonl}]\n  max_prompt_tokens: 2048\n"
-            f"sampling: {{max_response_tokens: 16384}}\n{FITS}"
+            f"sampling: {{max_response_tokens: 16384}}\ncheckpoint: {{every: 20}}\n{FITS}"
         )
         return main(["plan", str(path), "--nodes", "2", *arguments])
 
@@ -79,6 +79,11 @@ def test_the_plan_of_a_run_that_fits_has_memory_and_time(plan: Plan, capsys: pyt
     assert "# time: an ESTIMATE from a roofline; nothing was measured" in lines
     assert any(line.startswith("step ") and line.endswith("GPU-hours") for line in lines)
     assert "lengths: assumed; state them, or name a run by --lengths" in lines
+
+
+def test_a_plan_warns_of_a_long_run_without_checkpoints(plan: Plan, capsys: pytest.CaptureFixture[str]) -> None:
+    assert plan("checkpoint.every=0") == 0
+    assert capsys.readouterr().err.startswith("warning: `checkpoint.every` = 0 saves after the last of 100 steps only")
 
 
 def test_the_kind_of_gpu_is_that_of_the_option_then_that_of_the_job(
@@ -231,6 +236,8 @@ def test_groups_that_replace_others_are_said_to_be_missing_in_the_estimate(
         "warning: `algorithm.max_refill` = 2: the estimate counts the rollout of 64 groups, and a step may sample 192; "
         "the rollout then takes about 3.0 times as long\n"
     )
+    assert plan("algorithm.max_refill=2", "algorithm.reward_shaping=length_penalty") == 0
+    assert "= zero_variance and `algorithm.reward_shaping` = length_penalty" in capsys.readouterr().err
 
 
 def test_stated_and_recorded_lengths_enter_the_estimate(

@@ -7,8 +7,15 @@ import numpy as np
 import pytest
 import ray
 
-from launcher.commands.prompts import TrainingPrompts, _loaded, load_training_prompts, training_order
-from rollout.config import DataConfig, DatasetConfig
+from launcher.commands import prompts as commands
+from launcher.commands.prompts import (
+    TrainingPrompts,
+    _loaded,
+    load_evaluation_prompts,
+    load_training_prompts,
+    training_order,
+)
+from rollout.config import DataConfig, DatasetConfig, EvalSetConfig
 from rollout.data.order import OrderState, PromptOrder
 from rollout.data.prompts import LoadedPrompts
 from rollout.pool import heartbeat
@@ -52,6 +59,39 @@ def test_a_step_with_more_prompts_than_there_are_is_refused(monkeypatch: pytest.
         load_training_prompts(TextActor(), config, groups_per_step=4)
 
 
+def file(*tokens: int) -> LoadedPrompts:
+    prompts = tuple(
+        replace(Loading.prompts[0], prompt_id=PromptId(f"few/{row}"), token_ids=np.array([token], dtype=np.int32))
+        for row, token in enumerate(tokens)
+    )
+    return LoadedPrompts(name="few", prompts=prompts, num_dropped=0, num_truncated=0)
+
+
+def test_the_line_of_a_training_file_says_how_many_prompts_repeat_an_earlier_one() -> None:
+    assert TrainingPrompts(files=(file(1, 2, 1, 1), file(1, 2))).lines() == [
+        "training prompts few: 4, 2 repeat an earlier one; `python -m examples.recipes.convert` keeps one of each",
+        "training prompts few: 2",
+    ]
+
+
+def test_an_evaluation_set_that_holds_its_prompts_many_times_is_refused_and_one_with_few_repeats_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(loaded: LoadedPrompts) -> int:
+        monkeypatch.setattr(commands, "_loaded", lambda text_actor, loading: (loaded,))
+        prompts = load_evaluation_prompts(TextActor(), {"few": EvalSetConfig(path="few.jsonl")}, 9)
+        return len(prompts["few"])
+
+    assert load(file(1, 2, 3)) == 3 and caplog.messages == []
+    for many in (file(1, 1), file(*range(30), *range(30)), file(*[5] * 32)):
+        with pytest.raises(
+            ValueError, match=r"evaluation set few: .* of .* prompts repeat .*examples\.recipes\.convert"
+        ):
+            load(many)
+    assert load(file(1, 2, 1)) == 3
+    assert caplog.messages[0].startswith("evaluation set few: 1 of 3 prompts repeat an earlier one, so they count more")
+
+
 def test_a_checkpoint_is_refused_after_a_prompt_of_its_file_was_edited() -> None:
     config = DataConfig(train=(DatasetConfig(path="few.jsonl"),))
 
@@ -79,7 +119,7 @@ def test_the_hash_of_prompts_tells_where_one_prompt_ends() -> None:
     assert len({contents([1, 2], [3]), contents([1], [2, 3]), contents([3], [1, 2]), contents([1, 2, 3])}) == 4
 
 
-PROCESS = ProcessId(node_id="id", pid=7, created_s=0.0, host="gpu-03")
+PROCESS = ProcessId(node_id="id", pid=7, start_ticks=0, host="gpu-03")
 
 
 @dataclass

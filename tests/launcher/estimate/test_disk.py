@@ -5,13 +5,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from history.lengths.book import LengthBook
+from history.store.prompt_store import RESPONSE_BYTES, PromptStore
+from history.store.response_batch import ResponseBatch
+from history.store.snapshot import SnapshotWriter
 from history.store.traces import Trace, write_traces
+from history.types import PastResponse
 from launcher.config.schema import RunConfig
-from launcher.estimate.disk import FORWARD_BYTES, FORWARD_FILE_BYTES, TRACE_TOKEN_BYTES, record_bytes, run_bytes
+from launcher.estimate.disk import (
+    FORWARD_BYTES,
+    FORWARD_FILE_BYTES,
+    HISTORY_RESPONSE_BYTES,
+    HISTORY_TOKEN_BYTES,
+    LENGTHS_RESPONSE_BYTES,
+    TRACE_TOKEN_BYTES,
+    record_bytes,
+    run_bytes,
+)
 from launcher.run_dir.forward_traces import PART_BYTES
 from megatron_rl.memory import checkpoint_bytes
 from rollout.tracing.forwards import FORWARD
-from tests.launcher.estimate.runs import planned
+from tests.launcher.estimate.runs import LINEAR, OUTPUT, planned
 
 SHAPE = {
     "num_steps": 1000,
@@ -23,13 +37,64 @@ STEP_TOKENS = 4 * 8 * (100 + 1000)
 """Half of the longest prompt, a quarter of the longest response."""
 STEP_FORWARDS = 4000
 """The 32 requests have a seat each, so the longest response ends last."""
+STEP_TABLE = 3 * 16 * (100 + 1000) * 4
+"""Half of the responses are in wandb's table, which lies on the disk three times."""
 
 
-def test_samples_and_traces_of_all_steps_count_beside_the_checkpoints() -> None:
-    run = planned(**SHAPE, checkpoint={"keep_last": 3})
-    assert record_bytes(run.config) == 1000 * (STEP_TOKENS * 10 + STEP_FORWARDS * 28)
-    checkpoint = checkpoint_bytes(run.spec, run.config.trainer)
-    assert run_bytes(run.config, run.spec) == 4 * checkpoint + 352_000_000 + 112_000_000
+def test_samples_traces_and_tables_of_all_steps_count_beside_the_checkpoints() -> None:
+    run = planned(**SHAPE, checkpoint={"keep_last": 3}, history={"drafts": False})
+    assert record_bytes(run.config) == 1000 * (STEP_TOKENS * 10 + STEP_FORWARDS * 28 + STEP_TABLE)
+    checkpoint = checkpoint_bytes(run.spec, run.config.trainer) + 1000 * 4 * 8 * 6
+    policy = run_bytes(run.config, run.spec) - 4 * checkpoint - 352_000_000 - 112_000_000 - 211_200_000
+    assert policy == pytest.approx(2 * 2 * (LINEAR + 2 * OUTPUT), rel=0.001), "without norms"
+
+
+@pytest.mark.parametrize(
+    ("tracking", "table"),
+    [({"sample_rows": 64}, 2 * STEP_TABLE), ({"sample_rows": 0}, 0), ({"mode": "disabled"}, 0)],
+    ids=["more rows than responses", "no rows", "disabled"],
+)
+def test_wandbs_tables_count_as_far_as_they_are_logged(tracking: dict[str, object], table: int) -> None:
+    config = planned(**SHAPE, wandb=tracking).config
+    assert record_bytes(config) == 1000 * (STEP_TOKENS * 10 + STEP_FORWARDS * 28 + table)
+
+
+@pytest.mark.parametrize(
+    ("budget", "held"), [(1 << 40, 1000 * 32 * (4 * 1000 + 32)), (1 << 20, 1 << 20)], ids=["all of the run", "budget"]
+)
+def test_the_history_counts_twice_and_once_more_for_each_further_checkpoint(budget: int, held: int) -> None:
+    with_it, without = (
+        planned(**SHAPE, checkpoint={"keep_last": 3}, history={"budget_bytes": budget, "drafts": drafts})
+        for drafts in (True, False)
+    )
+    assert run_bytes(with_it.config, with_it.spec) - run_bytes(without.config, without.spec) == (2 + 3) * held
+
+
+@pytest.mark.parametrize("changed", [0.1, 0.45, 1.0])
+def test_snapshots_of_kept_checkpoints_have_at_most_the_counted_bytes(tmp_path: Path, changed: float) -> None:
+    """Saves of a history of constant size, of which a share of the prompts changes between two checkpoints."""
+    random, num_prompts, length, keep_last = np.random.default_rng(0), 100, 500, 2
+    kept = PromptStore(budget_bytes=1 << 30, kept_steps=1, reuse_share=lambda before, now: 0.5)
+    writer, folders, most = SnapshotWriter(0, 1), [], 0
+    for step in range(40):
+        keys = random.choice(num_prompts, int(changed * num_prompts), replace=False) if step else range(num_prompts)
+        for key in (int(key) for key in keys):
+            kept.append(key, [PastResponse(token_ids=np.zeros(length, np.int32), step=step, sample=0)])
+            kept.note_rewards(key, step, [1.0])
+        (tmp_path / str(step)).mkdir()
+        writer.save(kept, tmp_path / str(step), folders[-1] if folders else None)
+        folders = [*folders, tmp_path / str(step)][-keep_last - 1 :]
+        files = {path.stat().st_ino: path.stat().st_size for folder in folders for path in folder.iterdir()}
+        most = max(most, sum(files.values()))
+    held = num_prompts * (HISTORY_TOKEN_BYTES * length + HISTORY_RESPONSE_BYTES)
+    assert held <= most <= (2 + keep_last) * held
+
+
+def test_responses_have_the_counted_bytes_in_snapshots_and_fewer_than_the_budget_counts() -> None:
+    responses = [(1, PastResponse(token_ids=np.zeros(7, np.int32), step=0, sample=number)) for number in range(9)]
+    counted = 9 * (7 * HISTORY_TOKEN_BYTES + HISTORY_RESPONSE_BYTES)
+    assert sum(array.nbytes for array in ResponseBatch.of(responses).arrays) == counted
+    assert HISTORY_RESPONSE_BYTES < RESPONSE_BYTES
 
 
 def test_steps_that_are_not_kept_do_not_count() -> None:
@@ -39,7 +104,7 @@ def test_steps_that_are_not_kept_do_not_count() -> None:
     """
     run = planned(**SHAPE, checkpoint={"keep_last_samples": 20, "every": 5}, history={"record_traces": False})
     forwards = (20 + 2 * 5) * STEP_FORWARDS * 28 + 2 * (4 << 20)
-    assert record_bytes(run.config) == 26 * STEP_TOKENS * 4 + forwards
+    assert record_bytes(run.config) == 26 * STEP_TOKENS * 4 + 1000 * STEP_TABLE + forwards
 
 
 @pytest.mark.parametrize(("engines", "seats", "waiting"), [(1, 8, 32 * 1000 / 8), (2, 8, 16 * 1000 / 8), (4, 8, 0)])
@@ -48,7 +113,7 @@ def test_forwards_are_those_until_no_request_waits_and_of_the_longest_response(
 ) -> None:
     base = {"model": "m", "run_dir": "r", **SHAPE, "engine": {"num_engines": engines, "max_num_seqs": seats}}
     config = RunConfig.model_validate(base)
-    assert record_bytes(config) == 1000 * (STEP_TOKENS * 10 + engines * (waiting + 4000) * 28)
+    assert record_bytes(config) == 1000 * (STEP_TOKENS * 10 + STEP_TABLE + engines * (waiting + 4000) * 28)
 
 
 def test_a_long_run_of_many_engines_has_gigabytes_of_forwards() -> None:
@@ -57,6 +122,14 @@ def test_a_long_run_of_many_engines_has_gigabytes_of_forwards() -> None:
         {**base, "engine": {"num_engines": 64}, "sampling": {"max_response_tokens": 30_000}}
     )
     assert record_bytes(config) > 64 * 30_000 * 800 * 28 > 40e9
+
+
+def test_lengths_of_groups_of_8_have_about_the_counted_bytes(tmp_path: Path) -> None:
+    book, path = LengthBook(), tmp_path / "lengths.npz"
+    for key in range(2000):
+        book.observe(key, 0, [20_000] * 8)
+    book.save(path)
+    assert path.stat().st_size / (2000 * 8) == pytest.approx(LENGTHS_RESPONSE_BYTES, rel=0.1)
 
 
 def test_records_and_files_of_forwards_have_the_counted_bytes() -> None:

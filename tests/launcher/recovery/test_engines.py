@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.recovery.engines import EngineRestarter, LostEngines
+from launcher.recovery.restart_limit import WINDOW_STEPS, RestartLimit
 from rollout.config import EngineConfig
 from rollout.failures import DeadlineError, EnginesLostError, Place, PlacedError, ProcessLostError
 
@@ -60,7 +61,7 @@ def restarter(log: list[str], *, lost=(1,), hung=(), shares: bool = True, drafts
         nodes=SimpleNamespace(
             placement=SimpleNamespace(engines=slots, retired=()), unplaced="", follow=lambda suspects=(): None
         ),
-        max_restarts=9,
+        limit=RestartLimit(max_restarts=9, newest_step=lambda: 0),
         say=lambda line: None,
     )
     sharing = SimpleNamespace(
@@ -140,11 +141,28 @@ def test_an_engine_that_is_lost_while_channels_are_joined_is_restarted_too_and_a
 def test_engines_that_are_lost_in_every_join_end_the_run_after_the_allowed_restarts() -> None:
     log: list[str] = []
     some = restarter(log)
-    some.lost.max_restarts = 3
+    some.lost.limit.max_restarts = 3
     failing(some, log, ENGINE, times=99)
     with pytest.raises(EnginesLostError, match=r"`engine\.max_restarts` = 3 allows fewer"):
         some.restart_lost()
     assert log.count("connect") == 3
+
+
+def test_only_deaths_within_the_last_finished_steps_count_against_the_limit() -> None:
+    """Every engine, or another one, dies after so many finished steps."""
+    some, finished = restarter([]), [0]
+    some.lost.limit = RestartLimit(max_restarts=3, newest_step=lambda: finished[0])
+
+    def die(number: int, at_step: int) -> None:
+        finished[0] = at_step
+        some.lost.engines.lost = (number,)
+        some.restart_lost()
+
+    for number, at_step in ((0, 5), (1, 40), (2, 40), (0, 5 + WINDOW_STEPS), (1, 40 + WINDOW_STEPS), (1, 150)):
+        die(number, at_step)
+    assert some.num_restarts == 6, "the metric counts the whole run"
+    with pytest.raises(EnginesLostError, match=r"have died 4 times within 100 finished steps, .* = 3 allows fewer"):
+        die(2, 4 + 2 * WINDOW_STEPS)
 
 
 def test_a_join_that_fails_by_the_trainer_or_without_a_lost_engine_is_not_repeated() -> None:

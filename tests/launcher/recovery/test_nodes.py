@@ -9,6 +9,7 @@ from launcher.cluster.placement import Placement, plan
 from launcher.recovery import nodes as lost_nodes
 from launcher.recovery.engines import LostEngines
 from launcher.recovery.nodes import LostNodes
+from launcher.recovery.restart_limit import RestartLimit
 from rollout.config import EngineConfig
 from rollout.failures import EnginesLostError, ProcessLostError
 from rollout.pool.engine_group import EngineGroup
@@ -69,7 +70,7 @@ def run_on(running: Running, *, engines: int = 16, tp: int = 8, dp: int = 1, **m
         engines=group,
         specs=[SimpleNamespace(engine_id=number, config=EngineConfig(start_timeout_s=77)) for number in range(engines)],
         nodes=nodes,
-        max_restarts=1,
+        limit=RestartLimit(max_restarts=1, newest_step=lambda: 0),
         say=running.said.append,
     )
 
@@ -84,7 +85,7 @@ def test_a_dead_engine_on_a_living_node_starts_there_again_and_counts(start_limi
     engines = run_on(running)
     lose(engines, 3)
     engines.start_again(None)
-    assert running.begun == [(3, "n1", (3,))] and engines.num_restarts == 1 and start_limits_s == [77]
+    assert running.begun == [(3, "n1", (3,))] and engines.limit.num_restarts == 1 and start_limits_s == [77]
     assert (running.ended, running.used, engines.nodes.num_lost) == (["old 3"], [], 0)
     lose(engines, 3)
     with pytest.raises(EnginesLostError, match=r"engines have died 2 times"):
@@ -98,12 +99,12 @@ def test_engines_of_a_lost_node_start_on_a_spare_one_and_do_not_count() -> None:
     lose(engines, *range(8, 16))
     engines.start_again(None)
     assert running.begun == [(number, "spare", (number - 8,)) for number in range(8, 16)]
-    assert running.used == [("n0", "n1", "spare")] and engines.num_restarts == 0
+    assert running.used == [("n0", "n1", "spare")] and engines.limit.num_restarts == 0
     assert engines.engines.retired == () and engines.engines.alive == tuple(range(16))
     assert running.said == ["lost n2: spare replaces it"]
     lose(engines, 8)  # a second death of the engine is its own
     engines.start_again(None)
-    assert engines.num_restarts == 1 and running.begun[-1] == (8, "spare", (0,))
+    assert engines.limit.num_restarts == 1 and running.begun[-1] == (8, "spare", (0,))
 
 
 def test_a_node_that_is_cut_off_is_found_by_its_silence() -> None:

@@ -5,13 +5,15 @@ from types import SimpleNamespace
 import pytest
 
 from launcher.commands.assembly import may_pass
+from launcher.recovery.restart_limit import WINDOW_STEPS, RestartLimit
 from launcher.recovery.trainer import TrainerRestarts
+from launcher.run_dir.status import StatusFile
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, StepLostError
 
 TRAINER = Place(role="trainer", ranks=(1,))
 
 
-def restarts(log=None, *, max_restarts=2, unplaced="", lost=()) -> TrainerRestarts:
+def restarts(log=None, *, max_restarts=2, unplaced="", lost=(), newest_step=lambda: 0) -> TrainerRestarts:
     log = [] if log is None else log
 
     def note(text, answer=None):
@@ -26,7 +28,7 @@ def restarts(log=None, *, max_restarts=2, unplaced="", lost=()) -> TrainerRestar
         ),
         history=SimpleNamespace(connect=note("history connects")),
         update_timeout_s=5.0,
-        max_restarts=max_restarts,
+        limit=RestartLimit(max_restarts=max_restarts, newest_step=newest_step),
         say=log.append,
     )
 
@@ -41,6 +43,45 @@ def test_a_failure_of_the_trainer_is_repaired_so_often_and_no_more(kind):
     with pytest.raises(kind) as caught:
         some.check(error)
     assert "`trainer.max_restarts` = 2" in caught.value.__notes__[0]
+
+
+def fail_again_and_again(tmp_path, trainers, *, most: int) -> tuple[TrainerRestarts, int]:
+    """Each trainer takes steps from a checkpoint and fails: its first step, and the steps that are finished then.
+
+    Returns the restarts, and the trainers that failed before the run ended, `most` if it did not end.
+    """
+    status = StatusFile(run_dir=tmp_path, num_steps=10_000)
+    some = restarts(newest_step=lambda: status.newest_step)
+    for number, (first_step, finished_steps) in zip(range(most), trainers, strict=False):
+        status.step = first_step
+        for step in range(first_step, finished_steps):
+            status.finished(step)
+        try:
+            some.check(ProcessLostError("gone", TRAINER))
+        except ProcessLostError:
+            return some, number
+        some.count(finished_steps - first_step)
+    return some, most
+
+
+def test_a_trainer_that_fails_now_and_then_is_always_replaced(tmp_path):
+    """The third failure comes when the first one no longer counts; every failure costs 20 steps."""
+    trainers = ((step - 20, step) for step in range(WINDOW_STEPS // 2, 2_000, WINDOW_STEPS // 2))
+    some, num_failed = fail_again_and_again(tmp_path, trainers, most=30)
+    assert (num_failed, some.repeated.num_restarts, some.repeated.num_steps) == (30, 30, 600)
+
+
+@pytest.mark.parametrize(
+    ("trainers", "reason"),
+    [
+        ([(0, 150)] * 9, "it repeats more steps than the window has, and never gets further"),
+        ([(7, 7)] * 9, "it never finishes a step"),
+        ([(step, step + 1) for step in range(9)], "it fails after each step and its checkpoint"),
+        ([(0, 300), (250, 260), (250, 365)], "steps below the newest one are repeated"),
+    ],
+)
+def test_a_crash_loop_of_the_trainer_is_ended(tmp_path, trainers, reason):
+    assert fail_again_and_again(tmp_path, trainers, most=9)[1] == 2, reason
 
 
 def test_other_failures_and_lost_nodes_end_the_run():

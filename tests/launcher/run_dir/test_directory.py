@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import shutil
@@ -257,9 +258,9 @@ def test_a_step_does_not_wait_for_the_removal_of_older_checkpoints_but_the_next_
         assert may_go_on.wait(DEADLINE_S)
         remove(path, ignore_errors=ignore_errors)
 
-    monkeypatch.setattr(shutil, "rmtree", remove_late)
     folder = tmp_path / "checkpoints"
     with RunDirectory(tmp_path) as run:
+        monkeypatch.setattr(shutil, "rmtree", remove_late)
         for step in (1, 2):
             (run.begin_checkpoint(step) / "state.json").write_text(str(step))
             run.finish_checkpoint(step, keep_last=1)
@@ -271,11 +272,108 @@ def test_a_step_does_not_wait_for_the_removal_of_older_checkpoints_but_the_next_
 
 
 def test_a_removal_that_was_cut_off_is_made_up_for_by_the_next_save(tmp_path: Path) -> None:
-    (tmp_path / "checkpoints" / "1.removed.partial").mkdir(parents=True)
+    folder = tmp_path / "checkpoints"
     with RunDirectory(tmp_path) as run:
+        (folder / "1.removed.partial").mkdir()
         assert run.latest_checkpoint() is None
         run.begin_checkpoint(1)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1.partial"]
+        assert [path.name for path in folder.iterdir()] == ["1.partial"]
+
+
+def leave_unfinished(path: Path) -> None:
+    """What saves, exports and sample writers leave that end in the middle; some lies beside it that is a person's."""
+    for folder in ("checkpoints/2.partial/trainer", "checkpoints/2.partial/history", "checkpoints/1.removed.partial"):
+        (path / folder).mkdir(parents=True)
+    for folder in ("policy.partial", "policy.partial.partial", "checkpoints/mine.partial", "samples", "traces"):
+        (path / folder).mkdir(exist_ok=True)
+    for file in (
+        "checkpoints/2.partial/trainer/__0_0.distcp",
+        "policy.partial.partial/model.safetensors",
+        "samples/step-2.jsonl",
+        "samples/step-2.jsonl.partial",
+        "traces/step-2.jsonl.partial",
+    ):
+        (path / file).write_bytes(bytes(1000))
+
+
+def unfinished(path: Path) -> list[str]:
+    """All partial files and folders below `path`."""
+    return sorted(found.relative_to(path).as_posix() for found in path.rglob("*.partial"))
+
+
+def test_the_end_of_a_run_removes_what_it_could_not_finish(tmp_path: Path) -> None:
+    """A save that has filled the disk would keep its room, and no start could write."""
+    with RunDirectory(tmp_path) as run:
+        (run.begin_checkpoint(1) / "state.json").write_text("1")
+        run.finish_checkpoint(1, keep_last=1)
+        leave_unfinished(tmp_path)
+    assert unfinished(tmp_path) == ["checkpoints/mine.partial"]
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["1", "latest", "mine.partial"]
+    assert [path.name for path in (tmp_path / "samples").iterdir()] == ["step-2.jsonl"]
+
+
+def test_a_start_removes_what_a_killed_one_left_before_it_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = holder(tmp_path)
+    leave_unfinished(tmp_path)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    write, replace = os.write, Path.replace
+
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full_until_removed(path: Path, target: Path) -> Path:
+        assert unfinished(tmp_path) == ["checkpoints/mine.partial", "config.yaml.partial"]
+        return replace(path, target)
+
+    monkeypatch.setattr(os, "write", full)  # the text of the lock
+    monkeypatch.setattr(Path, "replace", full_until_removed)
+    with RunDirectory(tmp_path) as run:
+        monkeypatch.setattr(os, "write", write)
+        assert unfinished(tmp_path) == ["checkpoints/mine.partial"]
+        run.write_config("a: 1\n")
+        with pytest.raises(RunDirectoryError, match="in use by another process"):
+            RunDirectory(tmp_path)
+
+
+def test_only_the_holder_of_the_lock_removes_what_is_unfinished(tmp_path: Path) -> None:
+    """The save of a living run is unfinished, too."""
+    first = RunDirectory(tmp_path)
+    first.close()
+    with RunDirectory(tmp_path) as second:
+        second.begin_checkpoint(3)
+        first.close()
+        with pytest.raises(RunDirectoryError, match="in use by"):
+            RunDirectory(tmp_path)
+        assert unfinished(tmp_path) == ["checkpoints/3.partial"]
+
+
+def test_what_cannot_be_removed_does_not_hide_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank on another node may write until it has ended, and a disk may have become read-only."""
+    kept, remove = tmp_path / "checkpoints" / "2.partial", shutil.rmtree
+
+    def read_only(path: Path, ignore_errors: bool = False) -> None:
+        if not ignore_errors:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    def end_in_a_save() -> None:
+        with RunDirectory(tmp_path) as run:
+            run.begin_checkpoint(2)
+            monkeypatch.setattr(shutil, "rmtree", read_only)
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        end_in_a_save()
+    assert kept.exists()
+    with RunDirectory(tmp_path) as run, pytest.raises(OSError, match="Read-only"):
+        run.begin_checkpoint(3)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    RunDirectory(tmp_path).close()
+    assert not kept.exists()
 
 
 def test_the_environment_of_an_earlier_start_is_kept(tmp_path: Path) -> None:

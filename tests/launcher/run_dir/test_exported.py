@@ -2,12 +2,21 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher.run_dir import exported
-from launcher.run_dir.exported import MARK, POLICY, exported_step, forget_policy, mark, replace_policy
+from launcher.run_dir.exported import (
+    MARK,
+    POLICY,
+    exported_step,
+    forget_policy,
+    mark,
+    remove_unfinished_export,
+    replace_policy,
+)
 
 
 def write(text: str):
@@ -30,6 +39,56 @@ def test_the_mark_is_there_with_the_weights_and_a_failed_export_leaves_the_one_b
     replace_policy(tmp_path, 3, write("three"))
     assert (exported_step(target), (target / "weights").read_text()) == (3, "three")
     assert [path.name for path in tmp_path.iterdir()] == [POLICY]
+
+
+def fill_the_disk(path: str) -> None:
+    """As the trainer's writer does, which renames its folder when it is whole."""
+    inner = Path(f"{path}.partial")
+    inner.mkdir()
+    (inner / "weights").write_text("half")
+    raise OSError("no space left on device")
+
+
+@pytest.mark.parametrize("export", [write("whole, but the mark is not written"), fill_the_disk])
+def test_an_export_that_fails_keeps_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, export: Callable[[str], None]
+) -> None:
+    def full(path: Path, step: int) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(exported, "mark", full)
+    with pytest.raises(OSError, match="no space"):
+        replace_policy(tmp_path, 3, export)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_export_left_is_removed_and_a_whole_one_takes_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / POLICY
+    remove_unfinished_export(tmp_path)
+    replace_policy(tmp_path, 2, write("old"))
+    for folder in (f"{POLICY}.partial", f"{POLICY}.partial.partial"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "weights").write_text("half")
+    remove_unfinished_export(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [POLICY] and (target / "weights").read_text() == "old"
+    stop_next_rename_to(POLICY, KeyboardInterrupt(), monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        replace_policy(tmp_path, 3, write("new"))
+    assert not target.exists()
+    remove_unfinished_export(tmp_path)
+    assert (exported_step(target), (target / "weights").read_text()) == (3, "new")
+    assert [path.name for path in tmp_path.iterdir()] == [POLICY]
+
+
+def test_nothing_is_removed_beside_the_folder_that_a_link_leads_to(tmp_path: Path) -> None:
+    """Another run may export there now."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere" / "weights.partial").mkdir(parents=True)
+    (tmp_path / "run" / POLICY).symlink_to(tmp_path / "elsewhere" / "weights")
+    remove_unfinished_export(tmp_path / "run")
+    assert [path.name for path in (tmp_path / "elsewhere").iterdir()] == ["weights.partial"]
 
 
 def test_an_export_is_whole_if_its_start_is_killed_while_it_removes_the_earlier_one(

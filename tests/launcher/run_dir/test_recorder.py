@@ -119,7 +119,7 @@ def recorder_of(
 
 
 def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = [ProcessId(node_id="n", pid=pid, created_s=0.0) for pid in (7, 8)]  # the text actor was restarted
+    processes = [ProcessId(node_id="n", pid=pid, start_ticks=0) for pid in (7, 8)]  # the text actor was restarted
     answers = iter([WrittenSamples(rows=[], process=process) for process in processes])
     monkeypatch.setattr(ray, "get", lambda ref: next(answers) if ref == "samples" else processes[0])
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
@@ -139,7 +139,7 @@ def test_an_evaluation_is_logged_with_the_step_of_its_number(tmp_path: Path, mon
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> None:
     """The text actor has written the samples whenever it is asked."""
-    written = WrittenSamples(rows=[], process=ProcessId(node_id="n", pid=7, created_s=0.0))
+    written = WrittenSamples(rows=[], process=ProcessId(node_id="n", pid=7, start_ticks=0))
     monkeypatch.setattr(ray, "get", lambda ref: written if ref == "samples" else written.process)
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
 
@@ -204,7 +204,7 @@ def test_a_finished_run_that_gets_more_steps_logs_each_of_them(
 def test_preempted_requests_of_a_step_and_of_the_evaluation_before_it_are_counted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written = WrittenSamples(rows=[], process=ProcessId(node_id="n", pid=7, created_s=0.0))
+    written = WrittenSamples(rows=[], process=ProcessId(node_id="n", pid=7, start_ticks=0))
     monkeypatch.setattr(ray, "get", lambda ref: written if ref == "samples" else written.process)
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
     with RunDirectory(str(tmp_path / "run")) as directory:
@@ -292,7 +292,7 @@ def test_forwards_of_older_traces_have_no_preemptions() -> None:
 def test_samples_that_were_lost_with_a_node_are_counted_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = ProcessId(node_id="n", pid=7, created_s=0.0)
+    process = ProcessId(node_id="n", pid=7, start_ticks=0)
 
     def get(ref: str) -> ProcessId:
         if ref == "samples":
@@ -314,7 +314,7 @@ def test_samples_that_were_lost_with_a_node_are_counted_and_the_run_goes_on(
 def test_samples_of_which_some_were_lost_with_a_node_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    process = ProcessId(node_id="n", pid=7, created_s=0.0)
+    process = ProcessId(node_id="n", pid=7, start_ticks=0)
     answers = iter([WrittenSamples(rows=[], process=process, num_lost=number) for number in (0, 3, 0, 0)])
     monkeypatch.setattr(ray, "get", lambda ref: next(answers) if ref == "samples" else process)
     monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
@@ -333,7 +333,7 @@ def test_a_save_begins_before_its_samples_are_written_and_is_the_newest_only_aft
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
 ) -> None:
     """Saves that block the run are finished at once, so they wait for the samples first."""
-    process = ProcessId(node_id="n", pid=7, created_s=0.0)
+    process = ProcessId(node_id="n", pid=7, start_ticks=0)
     log: list[str] = []
     is_written = False
 
@@ -408,7 +408,7 @@ class HungTextActor:
         return [], refs
 
     def get(self, ref: str) -> object:
-        process = ProcessId(node_id="n", pid=7 + len(self.ended), created_s=0.0, host="gpu-03")
+        process = ProcessId(node_id="n", pid=7 + len(self.ended), start_ticks=0, host="gpu-03")
         return process if ref == "alive" else WrittenSamples(rows=[], process=process)
 
     def kill_on_nodes(self, processes: list[ProcessId], *, stacks: bool) -> tuple[str, ...]:

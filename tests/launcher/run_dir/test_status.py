@@ -36,6 +36,16 @@ def test_the_status_says_phase_step_rates_checkpoint_and_request(tmp_path: Path)
     ]
 
 
+def test_the_newest_step_stays_when_the_run_returns_to_a_checkpoint(tmp_path: Path) -> None:
+    status = StatusFile(run_dir=tmp_path, num_steps=10, step=4)
+    assert status.newest_step == 4, "steps of an earlier start"
+    for step in (4, 5, 6):
+        status.finished(step)
+    status.step = 5
+    status.finished(5)
+    assert (status.step, status.newest_step) == (6, 7)
+
+
 def test_a_long_phase_reports_its_groups_and_a_silent_run_is_called_so(tmp_path: Path) -> None:
     status = StatusFile(run_dir=tmp_path, num_steps=10)
     status.phase("engines", "rollout")

@@ -28,6 +28,15 @@ def test_a_request_for_an_earlier_run_is_ignored(tmp_path: Path) -> None:
     assert StopWatch(run_dir=tmp_path, since_s=time.time() - 60)()
 
 
+def test_a_request_counts_after_the_clock_was_set_back(tmp_path: Path) -> None:
+    write_request(tmp_path, reason="of an earlier run")
+    watch = StopWatch(run_dir=tmp_path, since_s=time.time() + 3600)
+    assert not watch()
+    write_request(tmp_path, reason="by hand")
+    watch._checked_s = 0.0
+    assert watch()
+
+
 def test_what_the_batch_script_writes_is_a_request(tmp_path: Path) -> None:
     (tmp_path / "stop.json").write_text('{"reason": "signal", "requeue": true, "time_s": 1764043200}\n')
     request = read_request(tmp_path)

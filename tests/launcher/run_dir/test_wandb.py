@@ -15,6 +15,7 @@ from wandb.proto import wandb_internal_pb2
 
 from launcher.config.schema import WandbConfig
 from launcher.errors import ConfigError
+from launcher.estimate.disk import TABLE_COPIES
 from launcher.run_dir import wandb as tracking
 from launcher.run_dir.resume import flat_keys
 from launcher.run_dir.wandb import Tracker
@@ -86,6 +87,37 @@ def test_a_run_whose_server_cannot_be_reached_goes_on_offline(tmp_path: Path, mo
     assert list((tmp_path / "wandb").glob("offline-run-*"))
 
 
+LOGS_TABLES = """
+import sys
+from pathlib import Path
+from launcher.config.schema import WandbConfig
+from launcher.run_dir import wandb as tracking
+
+tracking.SLOW_S = 1e9  # on a slow machine, too
+tracker = tracking.Tracker.start(WandbConfig(), Path(sys.argv[1]), {}, first_step=0)
+for step in range(3):
+    assert tracker.log_step(step, {"reward/mean": 1.0}, [{"prompt": "1 + 1", "response": f"{step} " * 50_000}])
+tracker.finish()
+"""
+
+
+def test_wandb_writes_to_the_run_directory_only_and_holds_the_counted_copies_of_tables(tmp_path: Path) -> None:
+    """Its files in the user's home would grow without bound; `wandb sync` needs the copies."""
+    home, temporary = tmp_path / "home", tmp_path / "tmp"
+    for folder in (home, temporary, tmp_path / "run"):
+        folder.mkdir()
+    inherited = {key: value for key, value in os.environ.items() if not key.startswith(("WANDB_", "XDG_"))}
+    places = {"HOME": str(home), "TMPDIR": str(temporary), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", LOGS_TABLES, "run"]
+    subprocess.run(command, env=inherited | places, cwd=tmp_path, check=True, timeout=DEADLINE_S)
+    assert [path for path in home.rglob("*") if path.is_file()] == []
+    sizes = [path.stat().st_size for path in (tmp_path / "run" / "wandb").rglob("*") if path.is_file()]
+    assert len([size for size in sizes if size >= 100_000]) == 3 * TABLE_COPIES
+    assert sum(sizes) == pytest.approx(3 * TABLE_COPIES * 100_000, rel=0.1)
+    staged = list((tmp_path / "run" / "wandb" / "artifacts" / "staging").glob("tmp*"))
+    assert len(staged) == 3 * (TABLE_COPIES - 1)
+
+
 LOSES_ITS_SERVER = """
 import sys, time
 from pathlib import Path
@@ -147,6 +179,7 @@ class FakeRun:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self.offline = False
         self.table_s = self.now_s = 0.0
         self.steps: list[tuple[int, bool]] = []
         """(step, whether it had a table)."""
@@ -202,6 +235,9 @@ def test_tables_pause_while_the_server_is_slow(tmp_path: Path, monkeypatch: pyte
     run.table_s = tracking.SLOW_S - 1
     assert all(tracker.log_step(step, {}, row) for step in (4, 5))
     assert run.steps[3:] == [(3, True), (4, True), (5, True)]
+    run.offline, run.table_s = True, tracking.SLOW_S + 1  # a slow disk
+    assert all(tracker.log_step(step, {}, row) for step in (6, 7))
+    assert run.steps[6:] == [(6, True), (7, True)]
     tracker.finish()
     slow, left_out = said
     assert slow.startswith("wandb does not answer (for 11 s)") and "for 2 step(s)" in left_out

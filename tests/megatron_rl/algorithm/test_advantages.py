@@ -16,9 +16,10 @@ OF_GROUP = ["grpo", "dr_grpo", "rloo", "opo"]
 OF_BATCH = ["reinforce_plus_plus", "reinforce_plus_plus_baseline"]
 
 
-def outcome(rewards, lengths=None):
+def outcome(rewards, lengths=None, *, accuracies=None):
     return GroupOutcome(
         rewards=np.array(rewards, dtype=np.float64),
+        accuracies=np.array(rewards if accuracies is None else accuracies, dtype=np.float64),
         lengths=np.array(lengths or [1] * len(rewards), dtype=np.int64),
         max_response_tokens=100,
     )

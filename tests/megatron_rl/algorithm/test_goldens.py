@@ -65,7 +65,12 @@ def test_value_and_gradient_of_a_loss_are_verls(case):
 def group_outcomes():
     rewards, lengths, groups = np.array(REWARDS), np.array(LENGTHS), np.array(GROUPS)
     return [
-        GroupOutcome(rewards=rewards[groups == group], lengths=lengths[groups == group], max_response_tokens=20)
+        GroupOutcome(
+            rewards=rewards[groups == group],
+            accuracies=rewards[groups == group],
+            lengths=lengths[groups == group],
+            max_response_tokens=20,
+        )
         for group in sorted(set(GROUPS))
     ]
 

@@ -22,7 +22,7 @@ def advantages_of(name, rewards):
     """[T] for responses of `PLACES` tokens."""
     loaded = load_stage(ADVANTAGES, choice(advantage=name))
     lengths = np.full(RESPONSES, PLACES)
-    group = GroupOutcome(rewards=rewards, lengths=lengths, max_response_tokens=PLACES)
+    group = GroupOutcome(rewards=rewards, accuracies=rewards, lengths=lengths, max_response_tokens=PLACES)
     if loaded.inputs is GroupOutcome:
         return torch.tensor(loaded.function(group)).repeat_interleave(PLACES)
     if loaded.inputs is BatchOutcome:
@@ -77,7 +77,8 @@ def test_a_reversed_reward_lowers_the_chance():
     """The control: the same code with opposite advantages."""
     original = choice(advantage="grpo")
     function = load_stage(ADVANTAGES, original).function
-    group = GroupOutcome(rewards=np.array([1.0, 0.0]), lengths=np.array([1, 1]), max_response_tokens=1)
+    rewards, lengths = np.array([1.0, 0.0]), np.array([1, 1])
+    group = GroupOutcome(rewards=rewards, accuracies=rewards, lengths=lengths, max_response_tokens=1)
     logits = torch.zeros(1, 2, dtype=torch.float64, requires_grad=True)
     now = logits.log_softmax(1)[0]
     run_loss("clipped_surrogate", loss_inputs(now, now.detach(), -function(group), lengths=[1, 1])).loss.backward()

@@ -39,11 +39,21 @@ def test_no_shaping_leaves_rewards():
     assert shaped("none", outcome([1, 0.5])) == [1.0, 0.5]
 
 
-@pytest.mark.parametrize(
-    ("rewards", "kept"), [([0, 0], False), ([1, 1], False), ([0, 1], True), ([0.2, 0.2], True), ([2, 2], False)]
-)
+@pytest.mark.parametrize(("rewards", "kept"), [([0, 0], False), ([1, 1], False), ([0, 1], True), ([0.2, 0.2], True)])
 def test_the_accuracy_lies_strictly_between_the_bounds(rewards, kept):
     assert load_stage(FILTERS, choice(filter="accuracy")).function(outcome(rewards)) is kept
+
+
+def test_accuracies_count_and_not_rewards():
+    function = load_stage(FILTERS, choice(filter="accuracy")).function
+    assert function(outcome([-1, -1, 1, -1], accuracies=[0, 0, 1, 0]))
+    assert not function(outcome([-1, -1.1], accuracies=[0, 0]))
+
+
+@pytest.mark.parametrize(("rewards", "outside"), [([1, -1], "-1"), ([2, 2], "2"), ([0.5, 1.25], "1.25")])
+def test_a_reward_of_another_scale_is_refused_as_an_accuracy(rewards, outside):
+    with pytest.raises(ValueError, match=f"accuracy {outside}, which is not between 0 and 1; .*return such an `acc`"):
+        load_stage(FILTERS, choice(filter="accuracy")).function(outcome(rewards))
 
 
 def test_a_signal_is_an_advantage_or_a_difference_of_rewards():

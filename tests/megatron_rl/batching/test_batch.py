@@ -297,6 +297,30 @@ def test_a_filter_of_accuracy_drops_groups_at_its_bounds_and_counts_them():
     assert (counts.zero_variance_groups, counts.zero_variance_responses) == (2, 4)
 
 
+def reported(group, accuracies):
+    """The group with the `acc` of each response; None: its scoring failed."""
+    failed = {"status": ScoreStatus.ERROR}
+    scores = (
+        Score(reward=reward, **failed if acc is None else {"status": ScoreStatus.OK, "details": (("acc", acc),)})
+        for reward, acc in zip(group.rewards, accuracies, strict=True)
+    )
+    return replace(group, scores=tuple(scores))
+
+
+def test_a_filter_of_accuracy_judges_what_the_reward_function_reports_as_acc():
+    """Rewards of -1 and 1 as those of verl's math_dapo, in a group with fewer right than wrong answers."""
+    mixed = reported(scored_group(0, [3, 4, 5, 6], [-1.0, -1.0, 1.0, -1.0]), [0.0, 0.0, 1.0, 0.0])
+    wrong = reported(scored_group(1, [3, MAX_RESPONSE_TOKENS], [-1.0, -1.0]), [0.0, 0.0])
+    batch = build([mixed, wrong], filter="accuracy", reward_shaping={"name": "overlong", "buffer_tokens": 16})
+    assert {sample.group_id for sample in samples_of(batch.mini_batches[0])} == {0}
+    assert (batch.counts.trained_responses, batch.counts.zero_variance_responses) == (4, 2)
+
+
+def test_a_failed_scoring_with_a_substitute_counts_as_wrong():
+    group = reported(scored_group(0, [3, 4], [1.0, -1.0]), [1.0, None])
+    assert build([group], filter="accuracy").counts.trained_responses == 2
+
+
 def test_dropped_groups_do_not_count_in_the_mean_of_a_batch():
     kept, dropped = scored_group(0, [3, 4], [0.0, 1.0]), scored_group(1, [5, 5], [1.0, 1.0])
     alone = build([kept], advantage="reinforce_plus_plus", filter="accuracy")

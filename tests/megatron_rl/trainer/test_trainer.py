@@ -558,20 +558,36 @@ def test_training_after_offloading_to_host_memory_is_bitwise_equal(ranks, tmp_pa
 def test_the_parts_of_the_mismatch_are_those_of_a_model_that_holds_the_published_values(ranks, tmp_path):
     algorithm = AlgorithmConfig(group_size=4, prompts_per_step=4, mismatch_sample_tokens=10_000)
     save_model("qwen3", tmp_path)
-    found = {}
-    for parallel in [ParallelConfig(), ParallelConfig(pipeline=2, data=2)]:
+    found = []
+    four = ParallelConfig(pipeline=2, data=2)
+    for parallel, max_tokens in [(ParallelConfig(), 10_000), (four, 10_000), (four, 20)]:  # the last: five and six
         spec = trainer_spec(tmp_path, parallel, algorithm, format="int8")
-        spec = replace(spec, config=spec.config.model_copy(update={"max_micro_batch_tokens": 10_000}))
-        found[parallel] = ranks.run(parts_twice, spec, batch_for(parallel, algorithm), parallel=parallel)[-1]
-    single, spread = found.values()
+        spec = replace(spec, config=spec.config.model_copy(update={"max_micro_batch_tokens": max_tokens}))
+        found.append(ranks.run(parts_twice, spec, batch_for(parallel, algorithm), parallel=parallel)[-1])
+    single, *spread = found
     measured, expected, without_publish = single
     assert without_publish == {}
     assert measured["rollout_corr/part_tokens"] == expected["tokens"]
     for name in ("quantisation", "numerics", "speculation", "interaction"):
         assert measured[f"rollout_corr/part_k3/{name}"] == pytest.approx(expected[name], rel=1e-3, abs=1e-7), name
     assert expected["quantisation"] > 1e-6
-    for name, value in spread[0].items():
-        assert value == pytest.approx(measured[name], rel=1e-3, abs=1e-7), name
+    for name, value in measured.items():
+        for one, _, _ in spread:
+            assert one[name] == pytest.approx(value, rel=1e-3, abs=1e-7), name
+
+
+def test_ranks_that_share_experts_forward_equally_many_micro_batches_of_the_sample(ranks, tmp_path):
+    """They exchange tokens in every layer, so a rank with one forward more would wait for the others forever."""
+    algorithm = AlgorithmConfig(group_size=4, prompts_per_step=4, mismatch_sample_tokens=10_000)
+    save_model("qwen3_moe", tmp_path)
+    found = []
+    for parallel, max_tokens in [(DP2, 10_000), (ParallelConfig(data=2, expert=2), 24)]:  # the second: four and five
+        spec = trainer_spec(tmp_path, parallel, algorithm, format="int8")
+        spec = replace(spec, config=spec.config.model_copy(update={"max_micro_batch_tokens": max_tokens}))
+        found.append(ranks.run(parts_twice, spec, batch_for(parallel, algorithm), parallel=parallel)[-1][0])
+    whole, spread = found
+    assert whole["rollout_corr/part_tokens"] > 0
+    assert spread == pytest.approx(whole, rel=1e-3, abs=1e-7)
 
 
 def parts_twice(position, parallel, spec, batch):

@@ -18,9 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollout.data.order import OrderState, PromptOrder, PromptSet
-from rollout.data.prompts import PromptLoader
+from rollout.data.prompts import LoadedPrompts, PromptLoader
 from rollout.data.rows import read_rows
 from rollout.data.tokenizer import check_fits_model
+from rollout.types import Prompt
 from tests.support.byte_tokenizer import tokenizer_in, write_byte_tokenizer
 
 ROWS = [
@@ -212,6 +213,111 @@ def test_a_conversation_that_the_template_refuses_is_named_by_line(tmp_path):
     write_byte_tokenizer(tmp_path, chat_template="{{ raise_exception('no system turns') }}")
     with pytest.raises(ValueError, match=r"a\.jsonl, line 1: .*no system turns"):
         PromptLoader(tokenizer_in(tmp_path)).load(write_jsonl(tmp_path / "a.jsonl", ROWS[2:]), max_prompt_tokens=99)
+
+
+TURNS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}<|im_start|>assistant\n"
+)
+FAMILIES = {
+    "Qwen": (TURNS + "<think>\n\n</think>\n\n", "<|im_start|> <|im_end|>", "<think> </think>"),
+    "Llama 3": (
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content }}"
+        "<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n",
+        "<|end_header_id|> <|eot_id|>",
+        "<|begin_of_text|> <|start_header_id|>",
+    ),
+    "Gemma": (
+        "<bos>{% for m in messages %}<start_of_turn>{{ m.role }}\n{{ m.content }}<end_of_turn>\n{% endfor %}"
+        "<start_of_turn>model\n",
+        "<start_of_turn> <end_of_turn>",
+        "<bos> user",
+    ),
+    "DeepSeek": (
+        "<｜begin▁of▁sentence｜><｜User｜>{{ messages[-1].content }}<｜Assistant｜><think>\n",
+        "<｜User｜> <｜Assistant｜>",
+        "<｜begin▁of▁sentence｜> <think>",
+    ),
+    "Mistral": ("<s>[INST] {{ messages[-1].content }}[/INST]", "[INST] [/INST]", "<s> </s>"),
+    "Magistral": (
+        "<s>[SYSTEM_PROMPT]In [THINK]...[/THINK].[/SYSTEM_PROMPT][INST]{{ messages[-1].content }}[/INST][THINK]",
+        "[INST] [/INST]",
+        "<s> [SYSTEM_PROMPT] [/SYSTEM_PROMPT] [THINK] [/THINK]",
+    ),
+    "Llama 2": ("<s>[INST] {{ messages[-1].content }} [/INST]", "", "<s> </s>"),
+}
+"""Template, its markers next to a user's message, and other special tokens, by model."""
+ORDINARY = (
+    "Write <s>a</s> and <b>b</b>; think in <think>...</think> or [THINK], for the user, if x[i] < 1 | x[i] > 2\n\n."
+)
+
+
+@pytest.mark.parametrize(("template", "markers", "others"), FAMILIES.values(), ids=FAMILIES)
+def test_a_prompt_that_is_already_rendered_is_refused_and_ordinary_text_is_not(tmp_path, template, markers, others):
+    special = [*markers.split(), *others.split(), "\n", "\n\n"]
+    write_byte_tokenizer(tmp_path, chat_template=template, more_special=special)
+    loader, user = PromptLoader(tokenizer_in(tmp_path)), {"role": "user", "content": ORDINARY}
+
+    def load(prompt):
+        rows = [ROWS[0], {"prompt": prompt, "answer": "5"}]
+        return loader.load(write_jsonl(tmp_path / "a.jsonl", rows), max_prompt_tokens=999).prompts[1].token_ids.tolist()
+
+    direct = tokenizer_in(tmp_path)._hub.apply_chat_template([user], add_generation_prompt=True)["input_ids"]
+    assert load(ORDINARY) == load([user]) == direct
+    rendered = tokenizer_in(tmp_path).render([user])
+    for marker in markers.split():
+        for prompt in (rendered, [{"role": "user", "content": rendered}], f"2 + 3?{marker}"):
+            with pytest.raises(
+                ValueError, match=r"a\.jsonl, line 2: the prompt holds .* already rendered; give chat mes"
+            ):
+                load(prompt)
+
+
+def test_rendered_text_is_right_without_a_chat_template(tmp_path):
+    write_byte_tokenizer(tmp_path, chat_template=None)
+    row = {"prompt": "<|user|>2 + 3?<|end|><|assistant|>", "answer": "5"}
+    loaded = PromptLoader(tokenizer_in(tmp_path)).load(write_jsonl(tmp_path / "a.jsonl", [row]), max_prompt_tokens=99)
+    assert loaded.prompts[0].token_ids.tolist()[-2:] == [256, 258]
+
+
+@pytest.mark.parametrize("content", ["Let me see.\n<think>", ""])
+def test_a_conversation_may_end_with_the_assistant_only_if_the_template_leaves_that_turn_open(tmp_path, content):
+    row = {"prompt": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": content}], "answer": "5"}
+    path = write_jsonl(tmp_path / "a.jsonl", [row])
+    write_byte_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 1: the last message is the assistant's.* end with a user's"):
+        PromptLoader(tokenizer_in(tmp_path)).load(path, max_prompt_tokens=99)
+    left_open = (
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if not loop.last %}<|end|>{% endif %}{% endfor %}"
+    )
+    write_byte_tokenizer(tmp_path, chat_template=left_open)
+    if content:
+        (prompt,) = PromptLoader(tokenizer_in(tmp_path)).load(path, max_prompt_tokens=99).prompts
+        assert tokenizer_in(tmp_path).decode(prompt.token_ids) == "2 + 3?" + content
+
+
+repeats = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 2), max_size=2), st.sampled_from(["", "a", "a\0", "\ud800"]), st.sampled_from("ab")
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(rows=repeats)
+def test_repeated_prompts_are_counted_by_tokens_ground_truth_and_source(rows):
+    prompts = tuple(
+        Prompt(
+            prompt_id=f"a/{number}",
+            data_source=source,
+            token_ids=np.array(token_ids, dtype=np.int32),
+            ground_truth=truth,
+            extra_info_json=str(number),
+        )
+        for number, (token_ids, truth, source) in enumerate(rows)
+    )
+    loaded = LoadedPrompts(name="a", prompts=prompts, num_dropped=0, num_truncated=0)
+    assert loaded.num_repeated() == len(rows) - len({(tuple(ids), truth, source) for ids, truth, source in rows})
 
 
 def test_a_tokenizer_with_ids_beyond_the_model_is_refused(tmp_path):

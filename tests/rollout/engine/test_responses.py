@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollout.engine.engine import Engine
-from rollout.engine.responses import Finished, Response, ResponseLedger, columns, spans
+from rollout.engine.responses import Finished, Response, ResponseLedger, columns, sampling_params, spans
 from rollout.types import (
     FinishReason,
     GroupId,
@@ -44,6 +44,12 @@ def test_spans_give_the_version_of_every_token(counts, rest):
 
 def test_a_response_without_tokens_still_names_a_version():
     assert spans([], WeightVersion(4), 0) == (WeightSpan(weight_version=WeightVersion(4), num_tokens=0),)
+
+
+@pytest.mark.parametrize(("configured", "sampled"), [(0.01, 0.01), (0.00999, 0.01), (0.02, 0.02)])
+def test_vllm_samples_at_the_lowest_temperature_that_training_accepts_and_raises_lower_ones(configured, sampled):
+    sampling = SamplingSpec(temperature=configured, max_response_tokens=4)
+    assert sampling_params(sampling, 1, (), {}).temperature == sampled
 
 
 def response(request_id: str) -> Response:

@@ -177,7 +177,7 @@ def test_an_engine_that_answers_while_the_controller_is_stopped_is_not_late(monk
 
 
 def on_host(host, pid=7):
-    return ProcessId(node_id=f"id of {host}", pid=pid, created_s=0.0, host=host)
+    return ProcessId(node_id=f"id of {host}", pid=pid, start_ticks=0, host=host)
 
 
 def test_engines_that_are_late_or_hang_are_named_with_their_nodes(monkeypatch):

@@ -9,7 +9,7 @@ from rollout.pool import heartbeat
 from rollout.pool.heartbeat import LOOK_EVERY_S, SILENT_S, START_S, Heartbeat
 from rollout.processes import ProcessId
 
-PROCESS = ProcessId(node_id="id", pid=7, created_s=5.0, host="gpu-03")
+PROCESS = ProcessId(node_id="id", pid=7, start_ticks=5, host="gpu-03")
 
 
 @dataclass
@@ -141,7 +141,16 @@ def test_ray_ends_a_process_that_is_not_known(actor: Actor, killed_by_beats: End
 
 def test_the_answer_of_an_old_process_does_not_hide_its_successor(actor: Actor) -> None:
     beat = Heartbeat(actor, clock=lambda: actor.now)
-    successor = replace(PROCESS, pid=8, created_s=6.0)
+    successor = replace(PROCESS, pid=8, start_ticks=6)
     for process in (PROCESS, successor, PROCESS):
         beat.note(process)
     assert beat.process == successor
+
+
+def test_starts_on_two_nodes_are_not_compared(actor: Actor) -> None:
+    """A machine that booted later counts fewer ticks."""
+    beat = Heartbeat(actor, clock=lambda: actor.now)
+    elsewhere = replace(PROCESS, node_id="other", start_ticks=PROCESS.start_ticks - 1)
+    for process in (PROCESS, elsewhere):
+        beat.note(process)
+    assert beat.process == elsewhere

@@ -244,7 +244,7 @@ def test_a_reader_is_asked_for_the_prompts_that_its_engines_sample(monkeypatch, 
     for module in (pool_module, scorer_pool, heartbeat):
         monkeypatch.setattr(module, "ray", FakeRay(world))
     engines = world.engines = EngineGroup([Engine(world) for _ in range(4)], num_ranks=1)
-    engines._processes = {number: ProcessId(node_id=node, pid=1, created_s=0.0) for number, node in enumerate("aabb")}
+    engines._processes = {number: ProcessId(node_id=node, pid=1, start_ticks=0) for number, node in enumerate("aabb")}
     client, planner = HistoryClient(service, engines), random_planner(**config)
 
     def on_start(group, engine):

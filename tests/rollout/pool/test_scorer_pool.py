@@ -43,7 +43,7 @@ def group_of(size: int):
 
 
 def answer(pid: int, **events: int) -> ScorerAnswer:
-    process = ProcessId(node_id="n", pid=pid, created_s=float(pid))
+    process = ProcessId(node_id="n", pid=pid, start_ticks=pid)
     return ScorerAnswer(
         scores=(Score(reward=1.0, status=ScoreStatus.OK),), process=process, events=WorkerEvents(**events)
     )
@@ -143,7 +143,7 @@ def test_a_scorer_that_hangs_is_named_with_its_node_and_leaves_its_stacks(
     pool = ScorerPool([Scorer()], timeout_s=timeout_s)
     for _ in range(2):
         pool.submit(group_of(1), (ColumnsRef(None),))
-    process = ProcessId(node_id="n", pid=7, created_s=7.0, host="gpu-03")
+    process = ProcessId(node_id="n", pid=7, start_ticks=7, host="gpu-03")
     given_answers.answer = replace(answer(7), process=process)
     finish(pool, 0, 1)
     pool.check()

@@ -29,6 +29,8 @@ BARE = [
     ),
     *(r"\text{Evelyn}", "(A)", "B", r"90^\circ", r"50\%", "2*sqrt(3)", r"\begin{pmatrix}1\\2\end{pmatrix}", r"\infty"),
     *(r"\left( 3, \frac{\pi}{2} \right)", "10^{-3}", "x=5", "p^2-q", r"2\sqrt{3}\text{ cm}"),
+    *(r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", r"\begin{pmatrix} -2 & 3 \\ 1 & 0 \end{pmatrix}"),
+    *(r"\left(\begin{matrix} 1 \\ 2 \end{matrix}\right)", r"\begin{bmatrix} 1 \\ 7 \end{bmatrix}"),
 ]
 
 
@@ -50,6 +52,8 @@ def test_a_bare_ground_truth_in_latex_is_read_whole(truth: str) -> None:
         (r"\boxed{4}", "4x^2-1"),
         (r"\boxed{1/2}", r"(\frac{1}{2},3)"),
         (r"\boxed{\frac12}", r"1\frac{1}{2}"),
+        (r"\boxed{2}", r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"),
+        (r"\boxed{0}", r"\begin{pmatrix} -2 & 3 \\ 1 & 0 \end{pmatrix}"),
     ],
 )
 def test_a_part_of_the_ground_truth_is_a_wrong_answer(answer: str, truth: str) -> None:
@@ -70,6 +74,14 @@ def test_a_part_of_the_ground_truth_is_a_wrong_answer(answer: str, truth: str) -
         (r"\boxed{1024}", "2^{10}"),
         (r"\boxed{\dfrac{6}{4}}", r"1\frac{1}{2}"),
         ("the answer is 34", "34"),
+        (r"\boxed{34}", '["34"]'),
+        (r"\boxed{34}", "[34]"),
+        (r"\boxed{1/2}", r'["\\frac{1}{2}"]'),
+        (r"\boxed{1000}", "1 000 dollars"),
+        (r"\boxed{1/2}", r"\frac{1}{2} cups"),
+        (r"\boxed{7}", "3+4=7 apples"),
+        (r"\boxed{3}", "3:00 on Tuesday"),
+        (r"\boxed{7}", "He has 3. The answer is 7"),
     ],
 )
 def test_other_forms_of_the_same_value_are_right(answer: str, truth: str) -> None:
@@ -157,6 +169,116 @@ def test_an_answer_that_no_computer_could_write_down_is_wrong_at_once(answer: st
     began = time.monotonic()
     assert compute_score("set", rf"\boxed{{{answer}}}", "42", None) == {"score": 0.0, "parsed": 1.0}
     assert time.monotonic() - began < 60, "without the bound the comparison does not end"
+
+
+ANSWERS = [
+    *((r"\sqrt{51}", "51"), (r"2\pi", "2"), (r"3\sqrt{13}", "3"), (r"\frac{\sqrt{3}}{2}", "2"), (r"\frac 59", "5")),
+    *(
+        ("(3, 4)", "3"),
+        ("1,2", "1"),
+        (r"\{1,2\}", "2"),
+        ("[0,1)", "0"),
+        ("(3,5]", "5"),
+        ("a=1, b=2", "1"),
+        ("x=1, x=2", "1"),
+    ),
+    *(("x^2+1", "2"), ("4x^2-1", "4"), ("2x", "2"), ("2k+2", "2"), ("p - q", "p"), ("-(x-2)(x+2)", "2")),
+    *(("6-5i", "6"), ("6 - 5i", "5"), ("2^{10}", "2"), ("10^{-3}", "10"), (r"1.2 \times 10^5", "1.2"), ("e^{2}", "2")),
+    *(("C", "D"), ("(A)", "(B)"), (r"\text{Evelyn}", r"\text{Briana}"), (r"\text{June 20}", r"\text{June 2}")),
+    *((r"\left( 3, \frac{\pi}{2} \right)", "3"), (r"(-\infty, 2) \cup (3,\infty)", "3"), (r"x \in [-2,7]", "7")),
+    *((r"1 \pm \sqrt{19}", "1"), (r"\log_{2} 3", "3"), (r"\binom{10}{3}", "10"), (r"2\sqrt{3}\text{ cm}", "2")),
+    *((r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}", "2"), (r"\begin{pmatrix} -2 & 3 \\ 1 & 0 \end{pmatrix}", "0")),
+    *(("y = 2x + 3", "3"), (r"x = 2\pi", "2"), ("x < 5", "5"), (r"1\frac{1}{2}", "1"), ("3:2", "3")),
+    *(("34", "35"), ("-3", "3"), ("1,000", "1"), ("204", "20"), ("0.5", "5"), ("-1/2", "1/2"), (r"\frac{14}{3}", "14")),
+    *((r"90^\circ", "9"), (r"5 \text{ cm}", "6"), (r"50\%", "5"), ("042", "4"), (r"\infty", "8"), (r"\pi", "3")),
+]
+"""Answers as in MATH-500, DAPO and AIME, each with a part or a neighbour of it."""
+FORMS = [
+    *(r"So it is \boxed{%s}.", "Then 7 remain, so $%s$.", "We need 7 steps.\n\nAnswer: $%s$", r"The answer is \(%s\)."),
+    *("We need 7 steps.\n\nAnswer: %s", "**Answer:** %s\n", "**Answer: %s**", "Answer:\n\n%s", "ANSWER : %s."),
+    *("We need 7 steps. The answer is %s", "So the answer is: %s.", "The final answer is %s"),
+]
+
+
+@pytest.mark.parametrize(("answer", "other"), ANSWERS)
+def test_an_answer_is_equal_to_itself_and_not_to_its_part_in_every_form(answer: str, other: str) -> None:
+    scores = {form: (score(form % answer, answer), score(form % answer, other)) for form in FORMS}
+    assert scores == dict.fromkeys(FORMS, (1.0, 0.0))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("34 m", "34 m/s", "34 m^2", "34 cm", "34s", "34 A", "34!", "34%", r"34\%", "34°", r"34 \text{ apples}"),
+        *("34 apples", "34 of them", "34, not 35", "34 or 35", "34, since 2 + 32 = 34", "34 (or 35)", "34 €"),
+        *("34[1]", "34(1)", "(a) 34", "a) 34", "(i) 34", "b 34", r"34 \blacksquare", "5x = 10, x = 34", "34!!"),
+        *("34 [2]", "(C) 34", "C) 34", "C. 34", "C: 34", "A 34", "34 (C)", "x = 34", "x=34", "n = 34 m", "m+n = 34"),
+        *("2 x 17 = 34", "2 * 17 = 34", "34 = 2*17", "f(2) = 34", r"\angle A = 34"),
+        *(r"2x = 68 \implies x = 34", r"\approx 34", "≈ 34", "- 34", r"34 \pmod{100}"),
+        *(r"\therefore 34", r"34 \\", "34</s>", "34<|im_end|>", "34?", "34.", "34 .", "34,", "34:", r"\text{It is 34}"),
+        *("34\n\nCheck: 2 + 32 = 34", "34\nSo x = 7.", "\n\nx = 7\nx = 34", "x\nwhere x = 34", "n\n\nn = 34"),
+    ],
+)
+def test_behind_a_mark_a_number_with_a_remark_is_the_number(line: str) -> None:
+    assert score(f"We need 9 steps.\n\nAnswer: {line}", "34") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("line", "truth"),
+    [
+        *(("0,5", "0.5"), ("1 234", "1234"), ("1,234", "1234"), ("x = 1,234", "1234"), ("f(2) = 1,234", "1234")),
+        *(
+            ("-5%", "-5"),
+            ("3/4 m", "3/4"),
+            ("1,234 m", "1234"),
+            ("1e5", "100000"),
+            (r"\frac{3}{4}!", "3/4"),
+            (r"b \frac{3}{4}", "3/4"),
+        ),
+    ],
+)
+def test_behind_a_mark_other_ways_to_write_a_number_count(line: str, truth: str) -> None:
+    assert score(f"We need 9 steps.\n\nAnswer: {line}", truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("response", "truth"),
+    [
+        ("We get 34.\n\nAnswer: C", "34"),
+        ("We get (C) 34. So the answer is C.", "34"),
+        ("The final answer is 34 = x", "34"),
+        ("The final answer is 3/4 = n^2 + 2", "3/4"),
+        ("Suppose the answer is n.\n\nThen n = 34", "34"),
+        (r"\boxed{34}. So the answer is C.", "34"),
+        (r"So \boxed{x+1}, and Answer: 2", "x+1"),
+        (r"\boxed{3}, no, the final answer is 2\pi", r"2\pi"),
+        (r"Answer: 2\pi" "\n\nI used 2 ways.", r"2\pi"),
+        (r"Answer: 2" "\n\nNo, check again.\n\n" r"Answer: 2\pi", r"2\pi"),
+    ],
+)
+def test_a_formula_behind_a_mark_counts_only_where_the_mark_decides(response: str, truth: str) -> None:
+    assert score(response, truth) == 1.0
+
+
+@pytest.mark.parametrize("text", ["Answer: ", "answer is x ", r"\text{", "1 x ", "=,", "{1 ", "x", "5x", "x,"])
+def test_a_response_whose_last_line_repeats_itself_is_read_in_time(text: str) -> None:
+    began = time.process_time()
+    for response in (text * 20_000, "Answer: " + text * 20_000, "Answer: " + (text * 500)[:500], "\n" + text * 20_000):
+        rewards_math._marked_formula(response)
+    rewards_math._ALSO_BARE.fullmatch((text * 500)[:500])
+    assert time.process_time() - began < 5.0
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [
+        *('["34", "35"]', '{"target": ["34"]}', "{}", "[]", '["34", 35]', '[["34"]]'),
+        *("3 hours 20 minutes", "between 3 and 7", "12 apples and 5 pears", "June 20, 2024", "first: 5, second: 7"),
+    ],
+)
+def test_a_ground_truth_of_several_answers_is_an_error(truth: str) -> None:
+    with pytest.raises(ValueError, match="cannot be parsed as mathematics; give one answer as text, such as `34`"):
+        score(r"\boxed{34}", truth)
 
 
 def test_the_last_box_counts_alone_and_boxes_together_are_a_set() -> None:

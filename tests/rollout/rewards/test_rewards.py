@@ -2,6 +2,8 @@
 
 import asyncio
 import math
+import subprocess
+import sys
 import time
 from fractions import Fraction
 
@@ -9,7 +11,16 @@ import pytest
 
 from rollout.rewards import exact
 from rollout.rewards import math as mathematics
-from rollout.rewards.call import RewardOutcome, RewardRequest, call_reward, call_reward_async, read_outcome
+from rollout.rewards.call import (
+    RewardOutcome,
+    RewardRequest,
+    call_reward,
+    call_reward_async,
+    late_score,
+    read_outcome,
+)
+from tests.support import reward_functions
+from tests.support.runs.background import ROOT
 
 
 def score_of(module, response, truth):
@@ -135,6 +146,27 @@ def test_other_return_values_are_errors_that_name_the_contract(returned):
     outcome = read_outcome(returned, function="pkg.f")
     assert "pkg.f" in outcome.misuse
     assert "dict with `score`" in outcome.misuse
+
+
+def test_a_module_may_declare_a_finite_number_as_the_score_of_late_calls(monkeypatch):
+    assert late_score("rollout.rewards.math.compute_score") == 0.0
+    function = "tests.support.reward_functions.moody"
+    assert late_score(function) is None
+    monkeypatch.setattr(reward_functions, "LATE_SCORE", -1, raising=False)
+    assert late_score(function) == -1.0
+    for score in ("zero", math.nan, 10**400):
+        monkeypatch.setattr(reward_functions, "LATE_SCORE", score)
+        with pytest.raises(ValueError, match=r"LATE_SCORE.* of .*moody is .*must be a finite number"):
+            late_score(function)
+
+
+def test_the_server_of_the_workers_imports_math_verify_before_it_forks():
+    code = (
+        "import sys; from rollout.rewards.call import check_reward; "
+        "check_reward('rollout.rewards.math.compute_score', timeout_s=1.0, cpu_s=1.0); "
+        "print('math_verify' in sys.modules)"
+    )
+    assert subprocess.check_output([sys.executable, "-c", code], text=True, cwd=ROOT).strip() == "True"
 
 
 def test_a_reward_that_is_not_finite_is_an_error():

@@ -20,6 +20,8 @@ from tests.support.byte_tokenizer import tokenizer_in, write_byte_tokenizer
 from tests.support.deadline import DEADLINE_S
 
 FUNCTIONS = "tests.support.reward_functions"
+HARD_ANSWER = r"\boxed{\sum_{n=1}^{1000000000} \frac{1}{n^2}}"
+"""Takes hours to compare with a number."""
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +155,32 @@ def test_without_a_substitute_a_response_whose_scoring_failed_leaves_its_group(s
     scorer = scorer_of(f"{FUNCTIONS}.moody")
     scores = scorer.score(*group_of(scorer, ["fine", "raise"]))
     assert [(score.reward, score.is_left_out) for score in scores] == [(1.0, False), (0.0, True)]
+
+
+@pytest.mark.parametrize("limits", [{"timeout_s": 2.0}, {"timeout_s": DEADLINE_S, "cpu_s": 2.0}])
+def test_an_answer_that_takes_too_long_to_compare_is_wrong_and_stays_in_its_group(scorer_of, limits):
+    scorer = scorer_of("rollout.rewards.math.compute_score", **limits)
+    (score,) = scorer.score(*group_of(scorer, [HARD_ANSWER]))
+    assert (score.status, score.reward, score.is_left_out) == (ScoreStatus.TIMEOUT, 0.0, False)
+
+
+def test_a_configured_substitute_comes_before_the_score_of_late_calls(scorer_of):
+    scorer = scorer_of("rollout.rewards.math.compute_score", timeout_s=2.0, failure_score=-0.5)
+    (score,) = scorer.score(*group_of(scorer, [HARD_ANSWER]))
+    assert (score.status, score.reward, score.is_left_out) == (ScoreStatus.TIMEOUT, -0.5, False)
+
+
+def test_a_call_that_fails_in_time_has_no_score_of_late_calls(scorer_of):
+    scorer = scorer_of("rollout.rewards.math.compute_score", timeout_s=DEADLINE_S)
+    group, columns = group_of(scorer, [r"\boxed{3}"])
+    (score,) = scorer.score(replace(group, prompt=replace(group.prompt, ground_truth="")), columns)
+    assert (score.status, score.is_left_out) == (ScoreStatus.ERROR, True)
+
+
+def test_a_late_call_of_a_function_without_a_score_of_late_calls_leaves_its_group(scorer_of):
+    scorer = scorer_of(f"{FUNCTIONS}.moody", timeout_s=1.0)
+    (score,) = scorer.score(*group_of(scorer, ["hang"]))
+    assert (score.status, score.reward, score.is_left_out) == (ScoreStatus.TIMEOUT, 0.0, True)
 
 
 def test_a_wrong_return_type_stops_the_run(scorer_of):

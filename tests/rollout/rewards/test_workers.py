@@ -77,7 +77,9 @@ def _lives(pid: int) -> bool:
 
 async def written(file: Path) -> str:
     """What a call has written into a file, which is removed."""
+    deadline = time.monotonic() + DEADLINE_S
     while not file.exists() or not file.read_text():
+        assert time.monotonic() < deadline
         await asyncio.sleep(0.01)
     text = file.read_text()
     file.unlink()
@@ -300,12 +302,12 @@ def test_while_the_server_is_frozen_calls_go_on_in_the_workers_that_run(workers_
 def test_a_frozen_server_that_has_something_to_do_is_killed_with_everything_below_it(
     workers_of, tmp_path, monkeypatch, needs
 ):
-    monkeypatch.setattr(workers_module, "SERVER_S", 1.0)
-    calls = workers_of(timeout_s=1.0 if needs == "the end of a worker" else DEADLINE_S)
+    calls = workers_of(timeout_s=4.0 if needs == "the end of a worker" else DEADLINE_S)
 
     async def freeze() -> list[int]:
         outcome = calls.workers.submit(calls.request(f"child {tmp_path / 'pid'}"))
         await written(tmp_path / "pid")
+        monkeypatch.setattr(workers_module, "SERVER_S", 1.0)  # the start of a worker may take longer
         calls.server.suspend()
         (worker,) = calls.server.children()
         pids = [calls.server.pid, *(process.pid for process in calls.server.children(recursive=True))]

@@ -1,5 +1,6 @@
 """Checks of the doctor, each with a planted fault: a fault turns its line red and names the fix."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -46,6 +47,14 @@ def test_a_wrong_template_is_found_by_the_tokenizer_line_alone(tmp_path: Path, t
     _, problems = tokenizer_line(loaded, ROWS)
     assert [text[: len(problem)] for text in problems] == ([problem] if problem else [])
     assert stop_token_line(loaded, loaded.facts(), [EOS], 260)[1] == []
+
+
+def test_text_that_holds_a_special_token_is_named_with_it(tmp_path: Path) -> None:
+    row = replace(ROWS[0], prompt="what does <|system|> mean?")
+    _, (problem,) = tokenizer_line(tokenizer(tmp_path), [row])
+    assert problem.startswith(
+        "train.jsonl, line 1: the text holds <|system|>, which the model reads as a special token"
+    )
 
 
 @pytest.mark.parametrize(
