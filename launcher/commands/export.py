@@ -3,6 +3,7 @@
 import secrets
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from launcher.config.loading import listing, load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.checkpoints import Checkpoints
+from launcher.run_dir.directory import RunLock
 from launcher.run_dir.exported import mark
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import TrainerRank
@@ -32,7 +34,8 @@ def export(config: ExportConfig) -> None:
     Raises:
         ConfigError: there is no such checkpoint, the output directory exists, the partition is impossible, the
             weights do not fit, or this machine has GPUs and packages for CPUs.
-        RunDirectoryError: the checkpoint from which the run would resume is gone.
+        RunDirectoryError: the checkpoint from which the run would resume is gone, or `config.output_dir` lies in the
+            directory of a run that goes on.
     """
     run_dir, target = Path(config.run_dir), Path(config.output_dir)
     checkpoint = _checkpoint(run_dir, config.step)
@@ -45,7 +48,12 @@ def export(config: ExportConfig) -> None:
         raise ConfigError(listing("export", problems))
     ranks = plan_sft(run_config.trainer, nodes)
     placed = Counter([nodes[0].name, *[rank.node for rank in ranks]])
-    with processes(cluster, num_actors=len(ranks), log_dir=None, nodes=nodes, placed=placed) as running:
+    with ExitStack() as held:
+        if target.resolve().parent == run_dir.resolve():  # a run removes what is unfinished there
+            held.callback(RunLock(run_dir / "LOCK").release)
+        running = held.enter_context(
+            processes(cluster, num_actors=len(ranks), log_dir=None, nodes=nodes, placed=placed)
+        )
         spec = trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4))
         start_policy(running, spec, ranks, str(checkpoint / "trainer")).export(str(target))
         mark(target, int(checkpoint.name))

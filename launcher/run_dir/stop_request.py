@@ -9,6 +9,7 @@ ignored.
 import json
 import time
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -51,28 +52,43 @@ def answer_request(run_dir: Path) -> None:
     (run_dir / REQUEST).replace(run_dir / ANSWERED)
 
 
+@cache
+def _start_s() -> float:
+    """Start of this process, by the wall clock at the first call: psutil's value moves when the clock is set."""
+    return psutil.Process().create_time()
+
+
 @dataclass(slots=True, kw_only=True)
 class StopWatch:
     """Whether the run of this process is asked to stop; reads the file at most once per `CHECK_EVERY_S`."""
 
     run_dir: Path
-    since_s: float = field(default_factory=lambda: psutil.Process().create_time())
+    since_s: float = field(default_factory=_start_s)
     """Start of this process, wall clock. Older requests were meant for an earlier run."""
+    _had_request: bool = field(init=False)
+    """Whether there may have been a request when the watch began. Of a later one, no time is compared: the clock may
+    have been set meanwhile."""
     _for_earlier: StopRequest | None = field(default=None, init=False)
-    """The request that was there before. Times are compared once: the clock may be set while the run goes on."""
+    """That request, if it was meant for an earlier run."""
     _checked_s: float = field(default=-CHECK_EVERY_S, init=False)
     _found: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        request = read_request(self.run_dir)
-        if request is not None and request.time_s < self.since_s - 1:
-            self._for_earlier = request
+        self._had_request = (self.run_dir / REQUEST).exists()
+        self._look()
 
     def __call__(self) -> bool:
         """Whether there is a request; stays true."""
         now_s = time.monotonic()
         if not self._found and now_s - self._checked_s >= CHECK_EVERY_S:
             self._checked_s = now_s
-            request = read_request(self.run_dir)
-            self._found = request not in (None, self._for_earlier)
+            self._found = self._look()
         return self._found
+
+    def _look(self) -> bool:
+        """Whether there is a request for this run."""
+        request = read_request(self.run_dir)
+        if request is not None and self._had_request:  # the first one that can be read
+            self._had_request = False
+            self._for_earlier = request if request.time_s < self.since_s - 1 else None
+        return request not in (None, self._for_earlier)

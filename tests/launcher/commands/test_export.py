@@ -12,6 +12,7 @@ from launcher.commands import export as command
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import ClusterConfig, ExportConfig, RunConfig
 from launcher.errors import ConfigError, RunDirectoryError
+from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.exported import exported_step
 from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.memory import TRAINER_PROCESS_BYTES
@@ -117,6 +118,25 @@ def test_without_a_step_the_checkpoint_is_exported_from_which_the_run_resumes(st
 def test_an_export_names_its_step(started: Started, run_dir: Path) -> None:
     export(run_dir)
     assert exported_step(run_dir.parent / "out") == 3
+
+
+def test_an_export_into_the_directory_of_a_run_holds_its_lock(
+    started: Started, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that begins or ends removes what is unfinished there."""
+    into = ExportConfig(run_dir=str(run_dir), output_dir=str(run_dir / "policy"))
+    with RunDirectory(run_dir), pytest.raises(RunDirectoryError, match="is in use by"):
+        command.export(into)
+
+    def export_while_a_run_begins(path: str) -> None:
+        with pytest.raises(RunDirectoryError, match="is in use by"):
+            RunDirectory(run_dir)
+        Path(path).mkdir()
+
+    monkeypatch.setattr(started, "export", export_while_a_run_begins)
+    command.export(into)
+    assert exported_step(run_dir / "policy") == 3
+    RunDirectory(run_dir).close()
 
 
 def test_weights_that_do_not_fit_are_refused_with_both_sizes() -> None:

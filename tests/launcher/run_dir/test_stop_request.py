@@ -1,5 +1,8 @@
+import errno
 import time
 from pathlib import Path
+
+import pytest
 
 from launcher.run_dir.stop_request import ANSWERED, StopWatch, answer_request, read_request, write_request
 
@@ -35,6 +38,30 @@ def test_a_request_counts_after_the_clock_was_set_back(tmp_path: Path) -> None:
     write_request(tmp_path, reason="by hand")
     watch._checked_s = 0.0
     assert watch()
+
+
+def test_a_request_for_an_earlier_run_that_cannot_be_read_at_first_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_request(tmp_path, reason="of an earlier run")
+
+    def stale(path: Path, encoding: str) -> str:
+        raise OSError(errno.ESTALE, "replaced by another client")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "read_text", stale)
+        watch = StopWatch(run_dir=tmp_path, since_s=time.time() + 3600)
+        assert not watch()
+    watch._checked_s = 0.0
+    assert not watch()
+
+
+def test_watches_of_one_process_agree_about_its_start_after_the_clock_was_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = StopWatch(run_dir=tmp_path)
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: time.time() + 3600)
+    assert StopWatch(run_dir=tmp_path).since_s == first.since_s
 
 
 def test_what_the_batch_script_writes_is_a_request(tmp_path: Path) -> None:
