@@ -1,4 +1,4 @@
-"""Converts DAPO-Math-17k and AIME files to the rows that a run reads, each prompt once.
+"""Converts DAPO-Math-17k and AIME files to the rows that a run reads, each prompt with its answer once.
 
     python -m examples.recipes.convert dapo-math-17k.parquet data/dapo-math-17k.jsonl
 
@@ -39,7 +39,8 @@ def convert(source: str, *, data_source: str = "") -> tuple[list[dict[str, objec
         for where, values in raw:
             count += 1
             row = _row(values, where=where, data_source=data_source or Path(source).stem)
-            rows.setdefault(json.dumps(row["prompt"], sort_keys=True), row)
+            asked = [row[name] for name in ("prompt", "data_source", "ground_truth")]
+            rows.setdefault(json.dumps(asked, sort_keys=True), row)
     if not count:
         raise ValueError(f"{source}: holds no rows")
     return list(rows.values()), count

@@ -69,7 +69,7 @@ def load_evaluation_prompts(
     Public test sets hold a few prompts twice, which causes a warning.
 
     Raises:
-        ValueError: half of the prompts of a set or more repeat earlier ones.
+        ValueError: half of the prompts of a set or more repeat earlier ones in all that a reward function receives.
     """
     loading = {
         name: text_actor.load_prompts.remote(
@@ -88,7 +88,7 @@ def _judge_repeats(evaluation_set: LoadedPrompts) -> None:
     if not repeated:
         return
     said = f"evaluation set {evaluation_set.name}: {repeated} of {count} prompts repeat an earlier one"
-    if 2 * repeated >= count:
+    if 2 * evaluation_set.num_repeated(with_extra_info=True) >= count:
         raise ValueError(f"{said}; {ONCE}, and `samples_per_prompt` says how often it is sampled")
     _log.warning("%s, so they count more than others; %s", said, ONCE)
 

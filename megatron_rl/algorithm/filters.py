@@ -12,6 +12,9 @@ import numpy as np
 from megatron_rl.algorithm.advantages import GroupOutcome, Rewards
 from megatron_rl.algorithm_settings import Accuracy, KeepAll, ZeroVariance
 
+_ROUNDING = 1e-6
+"""Of an accuracy: a weighted sum of rewards may be 1.0000000000000002."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupSignal:
@@ -41,13 +44,14 @@ def accuracy(outcome: GroupOutcome, settings: Accuracy) -> bool:
 
     Raises ValueError for an accuracy outside 0 to 1: a reward of another scale has no place between the bounds.
     """
-    outside = outcome.accuracies[(outcome.accuracies < 0) | (outcome.accuracies > 1)]
+    inside = outcome.accuracies.clip(0, 1)
+    outside = outcome.accuracies[np.abs(outcome.accuracies - inside) > _ROUNDING]
     if outside.size:
         raise ValueError(
-            f"`algorithm.filter` = accuracy: a response has the accuracy {outside[0]:g}, which is not between 0 and 1; "
-            "let the reward function return such an `acc` beside `score`, or set filter to zero_variance"
+            f"`algorithm.filter` = accuracy: a response has the accuracy {float(outside[0])}, which is not between 0 "
+            "and 1; let the reward function return such an `acc` beside `score`, or set filter to zero_variance"
         )
-    return settings.low < float(outcome.accuracies.mean()) < settings.high
+    return settings.low + _ROUNDING < float(inside.mean()) < settings.high - _ROUNDING
 
 
 def keep_all(outcome: GroupOutcome, settings: KeepAll) -> bool:

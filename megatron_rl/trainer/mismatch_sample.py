@@ -2,7 +2,7 @@
 
 The sample is scored with the trainer's own weights and with the published ones, before the first update of the step,
 while the last publish holds this trainer's weights. Two forwards of the sample are the whole cost; the second quantises
-the weights once more, layer by layer.
+the weights once more for each micro batch, layer by layer.
 
 Each rank draws whole responses of its own part of the batch, in an order that is a hash of the step, until they have
 `limit_tokens` prompt and response tokens. So a sample exceeds that by less than one response. No response is left out

@@ -97,9 +97,12 @@ def _output(model: PolicyModel, published: PublishedValues, outer: Swapped) -> C
     if model.pre_process and model.share_embeddings_and_output_weights:
         prefix, module = "embedding.", model.embedding
 
+    swapped: Swapped = []
+
     def swap(*_: object) -> None:
-        if module is not None:
-            outer.extend(_swap(module, prefix, published))
+        if module is not None and not swapped:  # it stays for further micro batches
+            swapped.extend(_swap(module, prefix, published))
+            outer.extend(swapped)
 
     return swap
 

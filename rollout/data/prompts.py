@@ -1,9 +1,11 @@
 """Loads files of prompts: rows are rendered through the chat template and tokenised.
 
 Chat messages go through the tokenizer's chat template with a generation prompt. Plain text is one user turn where the
-tokenizer has a template; a base model without one gets the text as it is. With a template, text that is already
-rendered is refused, because it would become a turn within a turn. A prompt's id is `DATASET/ROW`, with rows counted
-from 0 in file order, so it stays the same when other rows are dropped.
+tokenizer has a template; a base model without one gets the text as it is. Text that holds a special token which the
+template writes next to a message is already rendered and refused: it would become a turn within a turn.
+
+A prompt's id is `DATASET/ROW`, with rows counted from 0 in file order, so it stays the same when other rows are
+dropped.
 
 Over-long prompts are refused (naming the first), dropped, or truncated from the left, and counted. Silent truncation
 would train on questions without their beginning.
@@ -42,14 +44,17 @@ class LoadedPrompts:
             digest.update(prompt.token_ids.astype("<i4").tobytes())
         return digest.hexdigest()
 
-    def num_repeated(self) -> int:
+    def num_repeated(self, *, with_extra_info: bool = False) -> int:
         """Number of prompts with the tokens, ground truth and data source of an earlier one.
 
-        It needs memory of 16 bytes a prompt.
+        `with_extra_info`: only of those whose `extra_info`, which reward functions receive, is equal, too. It needs
+        memory of 16 bytes a prompt.
         """
         digests = bytearray()
         for prompt in self.prompts:
-            digest = hashlib.blake2b(repr((prompt.ground_truth, prompt.data_source)).encode(), digest_size=16)
+            extra_info = prompt.extra_info_json if with_extra_info else ""
+            told = repr((prompt.ground_truth, prompt.data_source, extra_info))
+            digest = hashlib.blake2b(told.encode(), digest_size=16)
             digest.update(b"\0")  # stands in no `repr`
             digest.update(prompt.token_ids.astype("<i4").tobytes())
             digests += digest.digest()

@@ -74,6 +74,8 @@ _CONNECTIVE = re.compile(
     r"|\\(?:text|mathrm|mbox)\s*\{[^{}]*[A-Za-z]{2}[^{}]*\}\s*\S"
 )
 """Commands that join a value with another one or with words."""
+_CHOICE = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{\(?[A-Z]\)?\}(?:\\[ ,;]|\s|~)*\S")
+"""The letter of a choice as a command, beside its value."""
 _LAST_TEXT = re.compile(r"(?<=\S)\s*\\(?:text|mathrm|mbox)\s*\{[^{}]*\}(?:\^\{?\d\}?)?$")
 """A unit behind a value."""
 _POWER = r"[A-Za-z](?:\^\{?\d\}?)?"
@@ -174,6 +176,7 @@ def _marked_formula(text: str) -> str:
         _FORMULA.fullmatch(formula)
         and not _NO_FORMULA.search(plain)
         and not _CONNECTIVE.search(formula)
+        and not _CHOICE.match(formula)
         and not any(frame in formula for frame in _FRAMES)
         and formula.count("{") == formula.count("}")
     )

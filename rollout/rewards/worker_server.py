@@ -132,6 +132,9 @@ def _prepare(function: str, limits: WorkerLimits) -> Prepared:
         return Prepared(is_async=is_async(function), late_score=late_score(function))
     except ValueError as error:
         return Prepared(error=ValueError(str(error)))
+    except Exception as error:  # as above
+        text = f"reward.function: {function}: its module's check of the settings failed: {brief(error)}"
+        return Prepared(error=RewardBrokenError(text))
 
 
 class _Server:

@@ -37,3 +37,11 @@ def test_a_ground_truth_that_is_no_text_becomes_json(tmp_path: Path, truth: obje
 def test_a_row_without_ground_truth_is_refused(tmp_path: Path, row: dict[str, object], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         converted(tmp_path, row)
+
+
+def test_a_prompt_with_two_ground_truths_is_two_rows_and_repetitions_are_one(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    rows = [{"prompt": MESSAGES, "answer": answer} for answer in ("1", "2", "1")]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    kept, count = convert(str(source))
+    assert [row["ground_truth"] for row in kept] == ["1", "2"] and count == 3

@@ -88,6 +88,11 @@ def test_an_evaluation_set_that_holds_its_prompts_many_times_is_refused_and_one_
             ValueError, match=r"evaluation set few: .* of .* prompts repeat .*examples\.recipes\.convert"
         ):
             load(many)
+    rubric = file(1, 1)  # rows that the reward function tells apart
+    told_apart = [replace(prompt, extra_info_json=str(row)) for row, prompt in enumerate(rubric.prompts)]
+    assert load(replace(rubric, prompts=tuple(told_apart))) == 2
+    assert "1 of 2 prompts repeat" in caplog.messages[0]
+    caplog.clear()
     assert load(file(1, 2, 1)) == 3
     assert caplog.messages[0].startswith("evaluation set few: 1 of 3 prompts repeat an earlier one, so they count more")
 

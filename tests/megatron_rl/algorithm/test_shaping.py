@@ -50,7 +50,15 @@ def test_accuracies_count_and_not_rewards():
     assert not function(outcome([-1, -1.1], accuracies=[0, 0]))
 
 
-@pytest.mark.parametrize(("rewards", "outside"), [([1, -1], "-1"), ([2, 2], "2"), ([0.5, 1.25], "1.25")])
+def test_an_accuracy_may_be_rounded():
+    function = load_stage(FILTERS, choice(filter="accuracy")).function
+    right = 0.4 + 0.2 + 0.3 + 0.1
+    assert right != 1
+    assert function(outcome([right, 0]))
+    assert not function(outcome([right, right])) and not function(outcome([-1e-17, 0]))
+
+
+@pytest.mark.parametrize(("rewards", "outside"), [([1, -1], r"-1\.0"), ([2, 2], r"2\.0"), ([0.5, 1.25], "1.25")])
 def test_a_reward_of_another_scale_is_refused_as_an_accuracy(rewards, outside):
     with pytest.raises(ValueError, match=f"accuracy {outside}, which is not between 0 and 1; .*return such an `acc`"):
         load_stage(FILTERS, choice(filter="accuracy")).function(outcome(rewards))

@@ -4,10 +4,12 @@ import random
 
 import numpy as np
 import pytest
+import torch
 
 from megatron_rl.batching.batch import MicroBatch, RankBatch, RankMiniBatch
 from megatron_rl.batching.selection import TrainingSample
 from megatron_rl.trainer.mismatch_sample import choose, pack
+from megatron_rl.trainer.probe import _published
 from rollout.types import ColumnsRef, GroupId
 
 LONG, LONGEST = 10_000, 20_480
@@ -70,3 +72,35 @@ def test_micro_batches_keep_the_order_and_hold_the_limit_or_one_longer_response(
     assert [[sample.num_tokens for sample in micro.samples] for micro in packed] == [[4, 6], [1], [30], [2, 3, 5], [1]]
     assert [sample for micro in packed for sample in micro.samples] == samples
     assert [micro.samples for micro in pack([], max_tokens=10)] == [()]
+
+
+class SmallModel(torch.nn.Module):
+    """The parts of a policy into which published values are swapped."""
+
+    pre_process = post_process = True
+    share_embeddings_and_output_weights = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Linear(2, 2, bias=False)
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList([torch.nn.Linear(2, 2, bias=False)])
+        self.decoder.forward = self.decoder.layers[0].__call__
+        self.output_layer = torch.nn.Linear(2, 2, bias=False)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.output_layer(self.decoder(self.embedding(states)))
+
+
+def test_further_micro_batches_keep_one_published_output_weight():
+    model, asked = SmallModel(), []
+
+    def published(name: str) -> torch.Tensor:
+        asked.append(name)
+        return torch.full((2, 2), 2.0)
+
+    own = model.output_layer.weight
+    with _published([model], published):
+        first = model(torch.ones(1, 2))
+        assert torch.equal(model(torch.ones(1, 2)), first) and first.tolist() == [[64.0, 64.0]]
+    assert asked.count("output_layer.weight") == 1 and model.output_layer.weight is own

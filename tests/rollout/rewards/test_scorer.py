@@ -229,6 +229,11 @@ def test_a_module_whose_import_fails_is_distinguished_from_a_wrong_path(scorer_o
         scorer_of("tests.nowhere.compute_score")
 
 
+def test_a_failing_check_of_the_settings_is_named(scorer_of):
+    with pytest.raises(RewardBrokenError, match=r"check of the settings failed: .*No module named 'verifier'"):
+        scorer_of("tests.support.runs.reward_without_library.compute_score")
+
+
 def test_a_bad_path_is_an_error_at_start(scorer_of):
     with pytest.raises(ValueError, match=r"reward\.function.*has no 'lenght'; did you mean 'length'"):
         scorer_of(f"{FUNCTIONS}.lenght")
