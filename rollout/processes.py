@@ -11,7 +11,7 @@ descriptors, not Python objects, because vLLM, gloo and the allocator write to d
 `write_stacks_on_signal` lets a process write its threads' stacks (`rollout.stacks`). `kill_processes` ends processes
 that hang.
 
-`no_collection` makes the imports of large libraries faster.
+`no_collection` saves collections of garbage while large libraries are imported.
 
 `die_with` ends the processes of an engine with the process that owns the engine. vLLM's core process survives its
 parent and keeps its memory (on a GPU: the device's). A killed owner cannot clean up, so its children watch it.
@@ -155,8 +155,7 @@ NODE = "{node}"
 def no_collection() -> Iterator[None]:
     """Pause garbage collection, for imports of large libraries.
 
-    What an import creates stays alive. Collections in between scan all of it several times: a quarter of the time in
-    which a process imports vLLM, a sixth for Megatron.
+    What an import creates stays alive, so collections in between scan all of it again and again, and free nothing.
     """
     was_enabled = gc.isenabled()
     gc.disable()

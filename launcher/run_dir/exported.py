@@ -10,6 +10,7 @@ import errno
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 from launcher.run_dir.atomic_files import replace_text, sync_folder, sync_tree
@@ -63,12 +64,11 @@ def replace_folder(target: Path, partial: Path, write: Callable[[Path], None]) -
     if _aside(partial).exists():
         raise FileExistsError(errno.EEXIST, "left of an earlier replacement: remove it", str(_aside(partial)))
     _remove_parts(partial)
-    try:
+    with ExitStack() as on_failure:
+        on_failure.callback(_remove_parts, partial)
         write(partial)
         sync_tree(partial)
-    except BaseException:
-        _remove_parts(partial)
-        raise
+        on_failure.pop_all()
     try:
         if target.exists():
             target.rename(_aside(partial))

@@ -119,7 +119,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 def check_settings(timeout_s: float, cpu_s: float) -> None:
     """Import math-verify in the server of the workers, so that the first call of a worker does not wait for it.
 
-    Any limits will do: a comparison takes milliseconds.
+    No limits are refused.
     """
     import math_verify  # noqa: F401
 
