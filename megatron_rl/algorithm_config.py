@@ -45,7 +45,8 @@ class KlConfig(Config):
     """Divergence for each token, in nats, at which the coefficient is held by changing it after every step
     (arXiv 1909.08593, section 2.2). 0: the coefficient is fixed."""
     horizon: int = Field(default=10_000, gt=0)
-    """Responses over which an adaptive coefficient changes by up to a fifth."""
+    """Responses over which an adaptive coefficient changes by up to a fifth. A step of more responses changes it by no
+    more."""
 
 
 class EntropyConfig(Config):
@@ -122,6 +123,11 @@ class AlgorithmConfig(Config):
     def max_groups(self) -> int:
         """Most groups that are sampled for a step."""
         return self.prompts_per_step + int(self.max_refill * self.prompts_per_step)
+
+    @property
+    def updates_per_step(self) -> int:
+        """Optimizer steps of a training step that nothing is dropped from."""
+        return self.num_epochs * self.num_mini_batches
 
     @property
     def needs_all_logprobs(self) -> bool:

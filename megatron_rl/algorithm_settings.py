@@ -17,8 +17,8 @@ _PACKAGE = "megatron_rl.algorithm"
 
 
 class ZeroVariance(Choice):
-    """Drops groups without signal: their advantages are all zero or, where the trainer computes advantages, their
-    rewards are all equal.
+    """Drops groups without signal: their advantages are all zero or, where the trainer computes advantages of one's
+    own, their rewards are all equal. Refused with `discounted_returns` and `gae`, which learn from equal rewards too.
     """
 
     path: ClassVar[str] = f"{_PACKAGE}.filters.zero_variance"

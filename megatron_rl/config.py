@@ -103,7 +103,8 @@ class CriticConfig(Config):
     clip_value: float = Field(default=0.5, ge=0)
     """Values are clipped at this distance from those before the step's first update. 0 turns clipping off."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps at the start of the run in which the critic learns and the policy does not."""
+    """Steps at the start of the run in which the critic learns and the policy does not. The policy's learning-rate
+    schedule begins after them."""
 
 
 class ReferenceConfig(Config):

@@ -42,7 +42,8 @@ class CorrectionConfig(Config):
     """Importance weights that correct for the difference between the quantised sampler and the trainer."""
 
     preset: Preset = "none"
-    """Sets `mode`, `cap`, `low` and `rejections` as verl's preset of this name does; keys beside it come first.
+    """Sets `mode`, `cap`, `low` and `rejections` as verl's preset of this name does. A key that it sets can have no
+    other value; without a preset every combination is possible.
     `bypass_ppo_clip*` needs `loss` = bypass, `bypass_pg*` needs `loss` = reinforce."""
     mode: Literal["none", "tis_token", "tis_sequence", "icepop", "icepop_sequence", "mis_product", "mis_geometric"] = (
         "tis_token"

@@ -8,7 +8,8 @@ one sample that scored above `PASS_SCORE`.
 Every row names the weight format of the engine, so an 8-bit figure is never shown as the BF16 figure. `comparable`
 also separates rows by k, number of prompts and settings: pass@4 is never shown beside pass@16, 100 prompts never beside
 200, and answers of 1024 tokens never beside those of 8192. `changes` puts the first and the last of comparable rows
-side by side, and `not_compared` says where there is no such pair.
+side by side, and `notes` says where there is no such pair. Scores of another scale than 0 to 1 are no accuracies:
+their mean is shown without per cent and points, and `other_scales` says why.
 """
 
 import hashlib
@@ -23,6 +24,11 @@ from rollout.config import EvalSetConfig
 from rollout.types import Score, ScoredGroup, ScoreStatus
 
 PASS_SCORE = 0.5
+WHOLE_SET = "all"
+"""`EvaluationRow.data_source` of figures of a whole set."""
+
+_ROUNDING = 1e-6
+"""Of an accuracy: a weighted sum of scores may be 1.0000000000000002."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +37,7 @@ class EvaluationRow:
 
     set_name: str
     data_source: str
-    """Data source of the rows that the figure covers; `all` for the whole set."""
+    """Data source of the rows that the figure covers; `WHOLE_SET` for all of them."""
     format: str
     """Formats of the engine: `bf16`, `int8`, `int8_kv_fp8` with keys and values in FP8, ..."""
     step: int
@@ -49,6 +55,13 @@ class EvaluationRow:
     """Share of samples that the token limit cut."""
     mean_length: float
     """Response tokens."""
+    outside: float | None = None
+    """The score farthest outside 0 to 1; None if there is none, and in rows of earlier versions."""
+
+    @property
+    def other_scale(self) -> float | None:
+        """A score outside 0 to 1, or the mean of such scores; None if avg@k is an accuracy."""
+        return self.outside if self.outside is not None else _outside([self.average])
 
     def as_row(self) -> dict[str, object]:
         """For `RunDirectory.append_evaluation`."""
@@ -56,7 +69,7 @@ class EvaluationRow:
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> Self:
-        """The inverse of `as_row`; a row of an earlier version has no `settings`.
+        """The inverse of `as_row`; a row of an earlier version has no `settings` and no `outside`.
 
         Raises:
             TypeError: the row has other fields.
@@ -65,7 +78,7 @@ class EvaluationRow:
 
     def metrics(self) -> dict[str, float]:
         """Metrics for wandb: `eval/SET/SOURCE/FORMAT/avg@K` and so on; without SOURCE for the whole set."""
-        source = "" if self.data_source == "all" else f"/{self.data_source}"
+        source = "" if self.data_source == WHOLE_SET else f"/{self.data_source}"
         prefix = f"eval/{self.set_name}{source}/{self.format}"
         return {
             f"{prefix}/avg@{self.samples_per_prompt}": self.average,
@@ -94,7 +107,7 @@ def evaluation_rows(
 ) -> list[EvaluationRow]:
     """One row for the whole set, then one per `data_source` if the set has several."""
     sources = sorted({group.group.prompt.data_source for group in groups})
-    rows = [_row(name, "all", groups, format=format, step=step, settings=settings)]
+    rows = [_row(name, WHOLE_SET, groups, format=format, step=step, settings=settings)]
     if len(sources) > 1:
         for source in sources:
             members = [group for group in groups if group.group.prompt.data_source == source]
@@ -106,6 +119,7 @@ def _row(
     name: str, source: str, groups: Sequence[ScoredGroup], *, format: str, step: int, settings: str
 ) -> EvaluationRow:
     accuracies = [[accuracy(score) for score in group.scores] for group in groups]
+    scores = [score for of_group in accuracies for score in of_group]
     lengths = [length for group in groups for length in group.summary.lengths]
     return EvaluationRow(
         set_name=name,
@@ -115,10 +129,11 @@ def _row(
         num_prompts=len(groups),
         samples_per_prompt=len(groups[0].group.seeds),
         settings=settings,
-        average=fmean(_flat(accuracies)),
+        average=fmean(scores),
         passed=fmean(max(samples) > PASS_SCORE for samples in accuracies),
         truncated=fmean(reason.is_truncated for group in groups for reason in group.summary.finish_reasons),
         mean_length=fmean(lengths),
+        outside=_outside(scores),
     )
 
 
@@ -129,8 +144,11 @@ def accuracy(score: Score) -> float:
     return dict(score.details).get("acc", score.reward)
 
 
-def _flat(values: Iterable[Iterable[float]]) -> list[float]:
-    return [value for row in values for value in row]
+def _outside(scores: Iterable[float]) -> float | None:
+    """The score farthest outside 0 to 1; None if all lie inside, but for rounding."""
+    distances = {score: max(-score, score - 1) for score in scores}
+    farthest = max(distances, key=distances.__getitem__)
+    return farthest if distances[farthest] > _ROUNDING else None
 
 
 FORMAT_LABELS = {"bf16": "BF16", "int8": "INT8 (8-bit engine)", "fp8_channel": "FP8 (8-bit engine)"}
@@ -147,7 +165,7 @@ class Change:
     def label(self) -> str:
         """Set and data source, as printed."""
         source = self.before.data_source
-        return self.before.set_name if source == "all" else f"{self.before.set_name}/{source}"
+        return self.before.set_name if source == WHOLE_SET else f"{self.before.set_name}/{source}"
 
     @property
     def format_label(self) -> str:
@@ -155,9 +173,19 @@ class Change:
         return _format_label(self.before)
 
     @property
+    def is_accuracy(self) -> bool:
+        """Whether avg@k is an accuracy, from 0 to 1, in both rows."""
+        return self.before.other_scale is None and self.after.other_scale is None
+
+    @property
+    def gain(self) -> float:
+        """Gain of avg@k."""
+        return self.after.average - self.before.average
+
+    @property
     def points(self) -> float:
-        """Gain of avg@k in percentage points."""
-        return 100 * (self.after.average - self.before.average)
+        """Gain of avg@k in percentage points; only an accuracy has them."""
+        return 100 * self.gain
 
 
 def comparable(rows: Iterable[EvaluationRow]) -> Sequence[Sequence[EvaluationRow]]:
@@ -169,7 +197,7 @@ def comparable(rows: Iterable[EvaluationRow]) -> Sequence[Sequence[EvaluationRow
     for row in rows:
         key = (row.set_name, row.data_source, row.format, row.samples_per_prompt, row.num_prompts, row.settings)
         by_key.setdefault(key, []).append(row)
-    ordered = sorted(by_key, key=lambda key: (key[0], key[1] != "all", key[1], key[2] != "bf16", *key[2:5]))
+    ordered = sorted(by_key, key=lambda key: (key[0], key[1] != WHOLE_SET, key[1], key[2] != "bf16", *key[2:5]))
     return [sorted(by_key[key], key=lambda row: row.step) for key in ordered]
 
 
@@ -187,13 +215,34 @@ def not_compared(rows: Iterable[EvaluationRow]) -> Sequence[str]:
     """
     by_set: dict[tuple[str, str], list[EvaluationRow]] = {}
     for row in rows:
-        if row.data_source == "all":
+        if row.data_source == WHOLE_SET:
             by_set.setdefault((row.set_name, row.format), []).append(row)
     return [
         _why_not_compared(of_set)
         for of_set in by_set.values()
         if len({row.step for row in of_set}) > 1 and not changes(of_set)
     ]
+
+
+def notes(rows: Sequence[EvaluationRow]) -> Sequence[str]:
+    """Sentences below a table of `changes`: which sets are not in it (`not_compared`), or in it without points."""
+    compared = [row for change in changes(rows) for row in (change.before, change.after)]
+    return [*not_compared(rows), *other_scales(compared).values()]
+
+
+def other_scales(rows: Iterable[EvaluationRow]) -> Mapping[str, str]:
+    """By set name, a sentence for each set with scores outside 0 to 1: its avg@k is no accuracy, and how to get one."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if (score := row.other_scale) is not None:
+            found.setdefault(row.set_name, score)
+    return {
+        name: (
+            f"{name}: the score {score:g} is not between 0 and 1, so avg@k is a mean score and no accuracy; let the "
+            "reward function return an accuracy from 0 to 1 as `acc` beside `score`"
+        )
+        for name, score in found.items()
+    }
 
 
 def _why_not_compared(rows: Sequence[EvaluationRow]) -> str:

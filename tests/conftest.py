@@ -61,7 +61,7 @@ def running() -> Iterator[Processes]:
         yield started
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ring(running, tmp_path_factory):
     """The trainer's weights are those of the directory until a test trains; nothing is published yet."""
     from tests.support.engines.tiny_vllm_models import make_weights, save_checkpoint
@@ -69,7 +69,10 @@ def ring(running, tmp_path_factory):
 
     directory = tmp_path_factory.mktemp("ring") / "model"
     save_checkpoint(directory, "qwen3", make_weights("qwen3", 1), "bf16")
-    return Ring.start(running, str(directory))
+    started = Ring.start(running, str(directory))
+    yield started
+    running.end(started.engines.actors)
+    running.end_trainer(started.trainer)
 
 
 @pytest.fixture(scope="session")

@@ -84,7 +84,8 @@ def run(warm: Path, work: Path, *, seed: int, drafts: bool, quick: bool = False)
             "held_out_after": after,
         }
         for name in _DRAFTING if drafts else ():
-            row[name] = statistics.fmean(row[f"history/{name}"] for row in epoch if f"history/{name}" in row)
+            if values := [of_step[f"history/{name}"] for of_step in epoch if f"history/{name}" in of_step]:
+                row[name] = statistics.fmean(values)
         yield row
 
 

@@ -109,7 +109,7 @@ def _colocated(layout: Layout, plan: ReshardPlan, rank: int, stores: list[StoreA
 def _disaggregated(layout: Layout, plan: ReshardPlan, rank: int, stores: list[StoreAddress]) -> Steps:
     num_engines, num_trainers = len(layout.engine_nodes), len(layout.trainer_nodes)
     channels = chain(
-        stores,
+        dict(enumerate(stores)),
         order=range(num_engines),
         source_ranks=plan.source_ranks,
         num_engine_ranks=1,

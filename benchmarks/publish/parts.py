@@ -165,7 +165,7 @@ class Route:
     def channel(self, engine: int) -> GroupChannel:
         """Channel of one engine in the chain of all engines."""
         return chain(
-            self.stores,
+            dict(enumerate(self.stores)),
             order=range(self.num_engines),
             source_ranks=self.source_ranks,
             num_engine_ranks=self.num_ranks,

@@ -55,23 +55,32 @@ class DraftStats:
         return DraftStats(**values)
 
     def metrics(self) -> dict[str, float]:
-        """Return flat metrics; rates without observations are 0."""
+        """Return flat metrics; a mean without observations is left out."""
         metrics = {
             "history/drafted_tokens": float(self.num_drafted),
             "history/accepted_tokens": float(self.num_accepted),
-            "history/tokens_per_forward": self.num_emitted / max(self.num_rows, 1),
-            "history/acceptance_rate": self.num_accepted / max(self.num_drafted, 1),
-            "history/calibration_error": self.calibration_error(),
-            "history/hit_rate": self.num_hits / max(self.num_requests, 1),
             "history/damaged_segments": float(self.num_damaged),
             "history/propose_s": self.propose_s,
             "history/saved_s_estimated": self.saved_s,
         }
+        means = {
+            "history/tokens_per_forward": _mean(self.num_emitted, self.num_rows),
+            "history/acceptance_rate": _mean(self.num_accepted, self.num_drafted),
+            "history/calibration_error": self.calibration_error(),
+            "history/hit_rate": _mean(self.num_hits, self.num_requests),
+        }
         for name, accepted in zip(SOURCES, self.accepted_by_source, strict=True):
-            metrics[f"history/accepted_share/{name}"] = accepted / max(self.num_accepted, 1)
-        return metrics
+            means[f"history/accepted_share/{name}"] = _mean(accepted, self.num_accepted)
+        return metrics | {name: mean for name, mean in means.items() if mean is not None}
 
-    def calibration_error(self) -> float:
-        """Expected calibration error: mean distance between predicted and observed survival, weighted by bin."""
+    def calibration_error(self) -> float | None:
+        """Expected calibration error: mean distance between predicted and observed survival, weighted by bin.
+
+        None without draft tokens.
+        """
         gaps = zip(self.calibration_predicted, self.calibration_survived, strict=True)
-        return sum(abs(p - s) for p, s in gaps) / max(sum(self.calibration_count), 1)
+        return _mean(sum(abs(p - s) for p, s in gaps), sum(self.calibration_count))
+
+
+def _mean(total: float, count: int) -> float | None:
+    return total / count if count else None

@@ -7,9 +7,11 @@ import sys
 from launcher.checks.functions import function_problems
 from launcher.checks.further_models import further_problems
 from launcher.config.schema import RunConfig
+from megatron_rl.algorithm_config import AlgorithmConfig, KlConfig
 from megatron_rl.algorithm_settings import (
     AGGREGATIONS,
     LOSSES,
+    Accuracy,
     AdvantageChoice,
     Bypass,
     Clipped,
@@ -23,8 +25,7 @@ from megatron_rl.algorithm_settings import (
     Unshaped,
     ZeroVariance,
 )
-from megatron_rl.config import AlgorithmConfig
-from megatron_rl.correction_config import BYPASS_PRESETS, CorrectionConfig
+from megatron_rl.correction_config import BYPASS_PRESETS, CorrectionConfig, RejectionConfig, preset_keys
 from megatron_rl.stages import Column, PlugIn
 
 PLUG_IN_CHECK = ("-m", "megatron_rl.algorithm.plug_in_check")
@@ -43,15 +44,20 @@ def algorithm_problems(config: RunConfig) -> list[str]:
 
 def algorithm_warnings(algorithm: AlgorithmConfig) -> list[str]:
     """Combinations that run, and rarely do what their user wants."""
-    shaping = algorithm.reward_shaping
-    is_judged_shaped = isinstance(algorithm.filter, ZeroVariance) and not isinstance(shaping, Unshaped)
-    if not algorithm.max_refill or not is_judged_shaped:
-        return []
-    return [
-        f"`algorithm.max_refill` = {algorithm.max_refill:g} with `algorithm.filter` = zero_variance and "
-        f"`algorithm.reward_shaping` = {shaping.name}: the filter judges shaped rewards, so groups that are all "
-        "right or all wrong may stay; set filter to accuracy, as DAPO does"
-    ]
+    judge, shaping, warnings = algorithm.filter, algorithm.reward_shaping, []
+    if algorithm.max_refill and isinstance(judge, ZeroVariance) and not isinstance(shaping, Unshaped):
+        warnings.append(
+            f"`algorithm.max_refill` = {algorithm.max_refill:g} with `algorithm.filter` = zero_variance and "
+            f"`algorithm.reward_shaping` = {shaping.name}: the filter judges shaped rewards, so groups that are all "
+            "right or all wrong may stay; set filter to accuracy, as DAPO does"
+        )
+    if algorithm.group_size < 2 and isinstance(judge, Accuracy) and judge.low >= 0 and judge.high <= 1:
+        warnings.append(
+            f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.filter` = accuracy: the mean accuracy of "
+            "a group of one is that of its response, so every response with the accuracy 0 or 1 is dropped; set filter "
+            "to none, unless the reward function grades between the two"
+        )
+    return warnings
 
 
 def _advantage(algorithm: AlgorithmConfig) -> list[str]:
@@ -64,12 +70,8 @@ def _advantage(algorithm: AlgorithmConfig) -> list[str]:
             f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {advantage.name}: "
             "the advantage compares the responses of a group; set group_size to 2 or more"
         )
-    if advantage.on_trainer and isinstance(algorithm.filter, ZeroVariance) and algorithm.group_size < 2:
-        problems.append(
-            f"`algorithm.group_size` = {algorithm.group_size} with `algorithm.advantage` = {advantage.name} and "
-            "`algorithm.filter` = zero_variance: the rewards of a group of one are always equal, so every group would "
-            "be dropped; set filter to none"
-        )
+    if advantage.on_trainer and isinstance(algorithm.filter, ZeroVariance):
+        problems.append(_drops_equal_rewards(advantage, algorithm.group_size))
     if isinstance(advantage, DrGrpo) and not isinstance(algorithm.aggregation, SeqMeanTokenSum | SeqMeanTokenSumNorm):
         problems.append(
             f"`algorithm.advantage` = dr_grpo with `algorithm.aggregation` = {algorithm.aggregation.name}: Dr. GRPO "
@@ -77,6 +79,20 @@ def _advantage(algorithm: AlgorithmConfig) -> list[str]:
             "seq_mean_token_sum"
         )
     return problems
+
+
+def _drops_equal_rewards(advantage: AdvantageChoice, group_size: int) -> str:
+    """The problem of `zero_variance` with an advantage that the trainer computes."""
+    pair = f"`algorithm.advantage` = {advantage.name} and `algorithm.filter` = zero_variance"
+    if group_size < 2:
+        return (
+            f"`algorithm.group_size` = {group_size} with {pair}: the rewards of a group of one are always equal, so "
+            "every group would be dropped; set filter to none"
+        )
+    return (
+        f"{pair}: the filter would drop groups of equal rewards, and this advantage compares them with a critic or "
+        "with other groups; set filter to none, or to accuracy to drop groups that are all right or all wrong"
+    )
 
 
 def _shaping(algorithm: AlgorithmConfig, most_tokens: int) -> list[str]:
@@ -118,7 +134,7 @@ def _correction(algorithm: AlgorithmConfig) -> list[str]:
             f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
             f"{correction.cap}: mode {correction.mode} keeps weights between the two, here none; lower low"
         )
-    problems += _rejections(correction)
+    problems += _preset(correction) + _rejections(correction)
     losses: dict[str, type[LossChoice]] = {"clip": Bypass, "pg": Reinforce}
     wanted = losses.get(BYPASS_PRESETS.get(correction.preset, ""))
     if wanted is not None and not isinstance(algorithm.loss, wanted):
@@ -128,6 +144,26 @@ def _correction(algorithm: AlgorithmConfig) -> list[str]:
             f"preset is made for another loss; set loss to {name}"
         )
     return problems
+
+
+def _preset(correction: CorrectionConfig) -> list[str]:
+    """Keys with another value than the preset gives them: what is computed would not be what the preset names."""
+    meant = CorrectionConfig(preset=correction.preset)
+    return [
+        f"`algorithm.correction.preset` = {correction.preset} with `algorithm.correction.{key}` = "
+        f"{_shown(getattr(correction, key))}: the preset sets {_shown(getattr(meant, key))}; set "
+        f"`algorithm.correction={{preset: {correction.preset}}}` to have the preset alone, or preset to none"
+        for key in preset_keys(correction.preset)
+        if getattr(correction, key) != getattr(meant, key)
+    ]
+
+
+def _shown(value: str | float | tuple[RejectionConfig, ...]) -> str:
+    """A value of a correction as it is written in a configuration."""
+    if not isinstance(value, tuple):
+        return str(value)
+    rules = (", ".join(f"{name}: {bound}" for name, bound in rule if bound) for rule in value)
+    return f"[{', '.join(f'{{{rule}}}' for rule in rules)}]"
 
 
 def _rejections(correction: CorrectionConfig) -> list[str]:
@@ -161,6 +197,18 @@ def _terms(algorithm: AlgorithmConfig) -> list[str]:
         problems.append(
             "`algorithm.kl.place` = reward with `algorithm.kl.estimator` = k3_unbiased: the probability ratio of the "
             "old policy is 1; set estimator to k3"
+        )
+    if kl.place == "none" and kl != KlConfig():
+        key = next(name for name in KlConfig.model_fields if getattr(kl, name) != getattr(KlConfig(), name))
+        problems.append(
+            f"`algorithm.kl.{key}` = {getattr(kl, key)} with `algorithm.kl.place` = none: no divergence is computed, "
+            "so the key has no effect; set `algorithm.kl.place` to loss or reward, or leave algorithm.kl out "
+            "(`algorithm.kl={}`)"
+        )
+    if kl.place != "none" and kl.target and not kl.coefficient:
+        problems.append(
+            f"`algorithm.kl.coefficient` = 0 with `algorithm.kl.target` = {kl.target:g}: the coefficient adapts by "
+            "factors, so it would stay 0; set it above 0 (0.001 is the default), or target to 0"
         )
     if entropy.target and entropy.coefficient > entropy.max_coefficient:
         problems.append(

@@ -202,7 +202,7 @@ def _refill(config: RunConfig) -> list[str]:
     if isinstance(config.algorithm.filter, KeepAll):
         problems.append(
             f"{key} with `algorithm.filter` = none: groups without signal would be trained on, not replaced; set "
-            "filter to accuracy or zero_variance, or max_refill to 0"
+            "filter to accuracy (or zero_variance with an advantage over groups), or max_refill to 0"
         )
     if isinstance(config.algorithm.advantage, ReinforcePlusPlus | ReinforcePlusPlusBaseline):
         problems.append(

@@ -7,6 +7,7 @@ import ipaddress
 import re
 from collections.abc import Sequence
 
+from launcher.cluster.slurm_script import gres_gpus
 from launcher.config.slurm import ContainerConfig, SlurmConfig
 
 _TIME = re.compile(r"\d+|\d+:\d{1,2}(:\d{1,2})?|\d+-\d{1,2}(:\d{1,2}){0,2}")
@@ -14,7 +15,7 @@ _WORD = re.compile(r"[\w.,:@%+\-\[\]|&()*!/=]+")
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _INTERFACE = re.compile(r"[\w.\-]{1,15}")
 _RENDERED = {
-    **{"--nodes": "nodes", "--gpus-per-node": "gpus_per_node", "--cpus-per-task": "cpus_per_node"},
+    **{"--nodes": "nodes", "--cpus-per-task": "cpus_per_node"},
     **{"--partition": "partition", "--account": "account", "--qos": "qos", "--time": "time"},
     **{"--constraint": "constraint", "--exclude": "exclude", "--job-name": "job_name", "--export": "environment"},
     **{
@@ -28,6 +29,14 @@ _RENDERED = {
     **{"--ntasks-per-node": "", "--ntasks": "", "--array": ""},
 }
 """Options that the script sets itself, and the key that changes them; empty where nothing does."""
+_GPUS = ("--gpus", "--gpus-per-node", "--gpus-per-socket", "--gpus-per-task")
+"""Options that request GPUs. SLURM refuses a type beside the script's own request, and may share a total unevenly."""
+_SHORT = {
+    **{"-N": "--nodes", "-n": "--ntasks", "-c": "--cpus-per-task", "-G": "--gpus", "-t": "--time", "-a": "--array"},
+    **{"-p": "--partition", "-A": "--account", "-q": "--qos", "-C": "--constraint", "-x": "--exclude"},
+    **{"-J": "--job-name", "-o": "--output", "-k": "--no-kill"},
+}
+"""Short forms of all these options."""
 
 
 def slurm_problems(slurm: SlurmConfig) -> list[str]:
@@ -36,6 +45,7 @@ def slurm_problems(slurm: SlurmConfig) -> list[str]:
         *_words(slurm),
         *_time(slurm),
         *[problem for line in slurm.extra for problem in _extra(line)],
+        *_gres(slurm),
         *_names(slurm),
         *_addresses(slurm),
         *_container(slurm.container),
@@ -89,12 +99,24 @@ def _extra(line: str) -> list[str]:
         return [
             f"{key} is no option of sbatch; write it with its dashes and on one line, for example `--mail-type=END`"
         ]
-    option = re.split(r"[=\s]", line)[0]
+    option = re.split(r"[=\s]", line)[0] if line.startswith("--") else _SHORT.get(line[:2], line[:2])
+    if option in _GPUS:
+        return [f"{key}: set `cluster.slurm.gpus_per_node`, and name a type of GPUs by `--gres=gpu:TYPE:COUNT`"]
     if option in _RENDERED:
         named = _RENDERED[option]
         fix = f"set `cluster.slurm.{named}`" if named else "copy the template and set `cluster.slurm.template`"
         return [f"{key}: the script sets {option} itself; {fix}"]
     return []
+
+
+def _gres(slurm: SlurmConfig) -> list[str]:
+    requested = gres_gpus(slurm.extra)
+    if requested is None or requested == slurm.gpus_per_node:
+        return []
+    return [
+        f"`cluster.slurm.extra` requests {requested} GPU(s) of each node by --gres, but `cluster.slurm.gpus_per_node` "
+        f"= {slurm.gpus_per_node}; set both to one number"
+    ]
 
 
 def variable_names(key: str, names: Sequence[str]) -> list[str]:

@@ -4,27 +4,29 @@
 
 import ipaddress
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import psutil
 
 from launcher.config.slurm import SlurmConfig
 
 
-def node_address(node: str, slurm: SlurmConfig, *, present: Mapping[str, str], resolved: str) -> tuple[str, str]:
+def node_address(
+    node: str, slurm: SlurmConfig, *, present: Mapping[str, Sequence[str]], resolved: str
+) -> tuple[str, str]:
     """Address of `node` and the interface that has it.
 
     Args:
         node: name of this node.
         slurm: `addresses` and `interface` are read.
-        present: IPv4 address by interface name.
+        present: IPv4 addresses by interface name, at least one each, in the order of the kernel.
         resolved: address of the node's name; empty where the name is unknown.
 
     Raises:
         ValueError: the wanted interface or address is not on this node.
     """
-    listed = ", ".join(f"{name} {address}" for name, address in sorted(present.items())) or "none"
-    by_address = {address: name for name, address in present.items()}
+    listed = ", ".join(f"{name} {address}" for name in sorted(present) for address in present[name]) or "none"
+    by_address = {address: name for name, found in present.items() for address in found}
     if node in slurm.addresses:
         address = slurm.addresses[node]
         if address not in by_address:
@@ -33,10 +35,11 @@ def node_address(node: str, slurm: SlurmConfig, *, present: Mapping[str, str], r
     if slurm.interface:
         if slurm.interface not in present:
             raise ValueError(f"`cluster.slurm.interface` = {slurm.interface} is not on {node}; it has: {listed}")
-        return present[slurm.interface], slurm.interface
+        found = present[slurm.interface]
+        return resolved if resolved in found else found[0], slurm.interface
     if resolved in by_address and not ipaddress.ip_address(resolved).is_loopback:
         return resolved, by_address[resolved]
-    outside = {address: name for address, name in by_address.items() if not ipaddress.ip_address(address).is_loopback}
+    outside = {found[0]: name for name, found in present.items() if not ipaddress.ip_address(found[0]).is_loopback}
     if len(outside) != 1:
         raise ValueError(
             f"{node}: its name leads to {resolved or 'no address'}, and it has the addresses: {listed}; "
@@ -45,12 +48,12 @@ def node_address(node: str, slurm: SlurmConfig, *, present: Mapping[str, str], r
     return next(iter(outside.items()))
 
 
-def interfaces() -> dict[str, str]:
-    """IPv4 address of each interface that has one."""
+def interfaces() -> dict[str, tuple[str, ...]]:
+    """IPv4 addresses of each interface that has one."""
     return {
-        name: found[0]
+        name: found
         for name, addresses in psutil.net_if_addrs().items()
-        if (found := [one.address for one in addresses if one.family == socket.AF_INET])
+        if (found := tuple(one.address for one in addresses if one.family == socket.AF_INET))
     }
 
 

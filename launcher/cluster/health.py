@@ -2,7 +2,8 @@
 
 `node_facts` reads this node, `node_problems` judges the facts; the second is pure. A problem names the value, the bound
 and the fix. The clock is compared with that of the file server, through the time of a file that the node has just
-written; on one file server all nodes are then within twice `MAX_SKEW_S` of each other.
+written; on one file server all nodes are then within twice `MAX_SKEW_S` of each other. Times in whole seconds, as on
+Lustre and BeeGFS, add two seconds to that.
 """
 
 import os
@@ -30,7 +31,8 @@ class NodeNeeds:
     """Files and folders that must be readable."""
     packages: Mapping[str, str]
     """Versions of the submitting machine; empty where a container brings its own."""
-    num_gpus: int
+    num_gpus: int | None
+    """GPUs that a process of the run sees there; None if any number will do."""
     shm_bytes: int
     """Free bytes in `/dev/shm`."""
     temp_dir: str
@@ -72,7 +74,9 @@ def node_facts(needs: NodeNeeds, canary: Path) -> NodeFacts:
     begun_s = time.time()
     with open(canary, "w", encoding="utf-8", opener=opener) as file:
         file.write(socket.gethostname())
-    skew_s = clock_difference_s(begun_s, canary.stat().st_mtime, time.time())
+    written_ns, ended_s = canary.stat().st_mtime_ns, time.time()
+    resolution_s = 0.0 if written_ns % 10**9 else 1.0  # Lustre and BeeGFS keep whole seconds
+    skew_s = clock_difference_s(begun_s, written_ns / 1e9, ended_s, resolution_s=resolution_s)
     resources = node_resources()
     return NodeFacts(
         node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
@@ -96,13 +100,18 @@ def _gpu_processes(resources: NodeResources) -> tuple[str, ...]:
     return tuple(line.strip() for line in listed.splitlines() if line.strip())
 
 
-def clock_difference_s(begun_s: float, written_s: float, ended_s: float) -> float:
+def clock_difference_s(begun_s: float, written_s: float, ended_s: float, *, resolution_s: float = 0.0) -> float:
     """The least difference of two clocks that explains when a file was written: 0 between begin and end. Pure.
 
-    `written_s` is by the clock of the file server, the others are by that of the node. A slow file system is no wrong
-    clock.
+    A slow file system is no wrong clock.
+
+    Args:
+        begun_s: seconds by the clock of the node before the file is written.
+        written_s: seconds by the clock of the file server, rounded down to `resolution_s`.
+        ended_s: seconds by the clock of the node after the file was written.
+        resolution_s: seconds between two times that the file server can keep; 0 if it keeps every time.
     """
-    return ended_s - written_s if written_s > ended_s else max(begun_s - written_s, 0.0)
+    return ended_s - written_s if written_s > ended_s else max(begun_s - written_s - resolution_s, 0.0)
 
 
 def node_problems(facts: NodeFacts, needs: NodeNeeds) -> list[str]:
@@ -118,8 +127,11 @@ def problems_by_subject(facts: NodeFacts, needs: NodeNeeds) -> dict[str, list[st
         if facts.packages.get(name) != version
     ]
     gpus = []
-    if facts.num_gpus < needs.num_gpus:
-        gpus.append(f"{facts.num_gpus} GPU(s), but `cluster.slurm.gpus_per_node` = {needs.num_gpus}")
+    if needs.num_gpus is not None and facts.num_gpus != needs.num_gpus:
+        gpus.append(
+            f"{facts.num_gpus} GPU(s), but `cluster.slurm.gpus_per_node` = {needs.num_gpus}; set it to "
+            f"{facts.num_gpus}, or use nodes with {needs.num_gpus}"
+        )
     if facts.gpu_processes:
         gpus.append(f"other processes use its GPUs: {', '.join(facts.gpu_processes[:4])}; end them")
     shm = f"/dev/shm has {facts.shm_bytes} bytes free, {needs.shm_bytes} are needed; enlarge or empty it"

@@ -16,8 +16,8 @@
     code         exit code of the run
     requeue      the job goes back into the queue
 
-Beside it, `slurm/starts.jsonl` has a row for each start of the run, and `slurm/submission-DIGEST/` what the jobs of one
-submission read.
+A step that a person starts has the folder `slurm/JOB.RESTART.STEP/`. Beside these folders, `slurm/starts.jsonl` has a
+row for each start of the run, and `slurm/submission-DIGEST/` what the jobs of one submission read.
 """
 
 import json

@@ -20,8 +20,9 @@ from history.config import HistoryConfig
 from history.store.service import HistoryService, Upkeep
 from history.store.start import start_history
 from history.types import ActorProcess, HistoryPlaces
+from launcher.cluster.alive_nodes import other_nodes
 from launcher.cluster.node import NodeResources, node_resources
-from launcher.cluster.ray_cluster import Reservation, other_nodes, reserve, start_ray
+from launcher.cluster.ray_cluster import Reservation, reserve, start_ray
 from launcher.cluster.ray_limits import end_ray
 from launcher.cluster.text_processes import TextProcesses, start_text_processes
 from launcher.config.schema import ClusterConfig

@@ -1,4 +1,4 @@
-"""The Ray cluster of a command: starting or joining it, the resources of its nodes, and a bundle on each of them.
+"""The Ray cluster of a command: starting or joining it, and a bundle on each of its nodes.
 
 In a joined cluster the processes of a run have one Ray placement group with a bundle on every node of the run. A bundle
 reserves a logical CPU for each process and all GPUs of its node, so the devices of a node can be named. A node that
@@ -7,14 +7,13 @@ others use partly is refused.
 
 import logging
 import os
-import re
 import secrets
 import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import psutil
@@ -22,25 +21,19 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.util.placement_group import placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES, NodeResources, node_resources
+from launcher.cluster.alive_nodes import ANSWER_TIMEOUT_S, alive_in_order, alive_nodes, ask_nodes, silent_nodes
+from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES, NodeResources
 from launcher.cluster.ray_limits import await_listener, end_ray, kill_families, limited_start
 from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError, Terminated
 from rollout.failures import DeadlineError, ProcessLostError
-from rollout.processes import ALL_DEVICES
 
 _log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 600.0
 """Longest wait for nodes to join Ray."""
-ANSWER_TIMEOUT_S = 120.0
-"""For which a node may take to tell its resources, or to give its bundle."""
-SPARE = "spare"
-"""Label of a spare node of a SLURM job."""
-SILENCE_S = 30.0
-"""For which a node that is under suspicion may take to run an empty task."""
 NODE_ID = "ray.io/node-id"
 """Ray's label of a node's id."""
 _UNREGISTERED = "No node info found"
@@ -182,48 +175,9 @@ def joined_nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
             cluster.address,
         )
     try:
-        return ask_nodes(_in_order()[: cluster.max_nodes or None])
+        return ask_nodes(alive_in_order()[: cluster.max_nodes or None])
     finally:
         end_ray()
-
-
-def other_nodes(names: Collection[str]) -> tuple[NodeResources, ...]:
-    """Nodes of the joined Ray cluster that are alive, answer and are not among `names`.
-
-    A node that does not answer is left out with a warning: it may have died together with the node that is to be
-    replaced, and then another one replaces that.
-    """
-    nodes = [node for node in _in_order() if node.name not in names]
-    answers = _answers(nodes)
-    if silent := [node.name for node, answer in zip(nodes, answers, strict=True) if answer is None]:
-        _log.warning("%s did not tell their resources and are not used", ", ".join(silent))
-    return tuple(answer for answer in answers if answer is not None)
-
-
-def silent_nodes(node_ids: Mapping[str, str]) -> list[str]:
-    """Names of nodes that do not run a task within `SILENCE_S`; `node_ids` has Ray's id of each.
-
-    Ray itself needs longer to miss a node whose network is cut.
-    """
-    ask = ray.remote(num_cpus=0, max_retries=0)(_do_nothing)
-    asking = {
-        ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(): name
-        for name, node_id in node_ids.items()
-    }
-    done, silent = ray.wait(list(asking), num_returns=len(asking), timeout=SILENCE_S) if asking else ([], [])
-    return [asking[ref] for ref in silent] + [asking[ref] for ref in done if _fails(ref)]
-
-
-def _do_nothing() -> None:
-    """The empty task."""
-
-
-def _fails(ref: ray.ObjectRef) -> bool:
-    try:
-        ray.get(ref)
-    except ray.exceptions.RayError:
-        return True
-    return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +204,7 @@ class Reservation:
 
     def gone(self, suspects: Collection[str] = ()) -> list[str]:
         """Names of the nodes that have left the Ray cluster, and of `suspects` that do not answer."""
-        alive = {node.node_id for node in _alive()}
+        alive = {node.node_id for node in alive_nodes()}
         left = [name for name, node_id in self.node_ids.items() if node_id not in alive]
         asked = {name: node_id for name, node_id in self.node_ids.items() if name in suspects and name not in left}
         return [*left, *silent_nodes(asked)]
@@ -275,7 +229,7 @@ def reserve(nodes: Sequence[NodeResources], num_actors: Mapping[str, int]) -> Re
         DeadlineError: a node has not as much free.
         ProcessLostError: a node has left the Ray cluster.
     """
-    node_ids = {node.name: node.node_id for node in _alive()}
+    node_ids = {node.name: node.node_id for node in alive_nodes()}
     if gone := [node.name for node in nodes if node.name not in node_ids]:
         raise ProcessLostError(f"{', '.join(gone)} left the Ray cluster before the run began; see the log of Ray there")
     bundles = []
@@ -299,89 +253,6 @@ def reserve(nodes: Sequence[NodeResources], num_actors: Mapping[str, int]) -> Re
     )
 
 
-def natural_order(name: str) -> list[tuple[int, str]]:
-    """Key that sorts `node2` before `node10`."""
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
-
-
-def _in_order() -> "list[_RayNode]":
-    """Nodes that are alive: the command's own first, the others by name, spare nodes last.
-
-    Raises:
-        RuntimeError: two nodes have the same name.
-    """
-    here = ray.get_runtime_context().get_node_id()
-    alive = sorted(_alive(), key=lambda node: (node.node_id != here, node.is_spare, natural_order(node.name)))
-    names = [node.name for node in alive]
-    if len(set(names)) < len(names):
-        raise RuntimeError(f"two nodes of the Ray cluster have the same name: {names}; set `ray start --node-name`")
-    return alive
-
-
-def ask_nodes(alive: "Sequence[_RayNode]") -> tuple[NodeResources, ...]:
-    """Resources of these nodes, in their order.
-
-    Raises:
-        DeadlineError: a node did not answer in `ANSWER_TIMEOUT_S`.
-    """
-    answers = _answers(alive)
-    if silent := [node.name for node, answer in zip(alive, answers, strict=True) if answer is None]:
-        raise DeadlineError(
-            f"the controller waited {ANSWER_TIMEOUT_S:.0f} s for {', '.join(silent)} to tell their resources; see the "
-            "log of Ray there"
-        )
-    return tuple(answer for answer in answers if answer is not None)
-
-
-def _answers(nodes: "Sequence[_RayNode]") -> list[NodeResources | None]:
-    """Resources of these nodes, in their order; None of one that died, or did not answer in `ANSWER_TIMEOUT_S`."""
-    ask = ray.remote(node_resources)
-    answers = [
-        ask.options(
-            num_cpus=0,
-            runtime_env={"env_vars": ALL_DEVICES},
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node.node_id, soft=False),
-        ).remote()
-        for node in nodes
-    ]
-    done, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWER_TIMEOUT_S) if answers else ([], [])
-    told = set(done)
-    return [_answer(ref, node) if ref in told else None for node, ref in zip(nodes, answers, strict=True)]
-
-
-def _answer(ref: ray.ObjectRef, node: "_RayNode") -> NodeResources | None:
-    """Resources with what Ray knows of their node; None, and a warning, if the node could not tell them."""
-    try:
-        resources: NodeResources = ray.get(ref)
-    except ray.exceptions.RayError as error:
-        _log.warning("%s cannot tell its resources: %s", node.name, error)
-        return None
-    return replace(resources, name=node.name, rack=node.labels.get("rack", ""), block=node.labels.get("block", ""))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RayNode:
-    """A node as Ray reports it."""
-
-    name: str
-    node_id: str
-    labels: Mapping[str, str]
-
-    @property
-    def is_spare(self) -> bool:
-        """Whether a SLURM job keeps the node for the loss of another one."""
-        return SPARE in self.labels
-
-
-def _alive() -> list[_RayNode]:
-    """Nodes that are alive."""
-    return [
-        _RayNode(name=str(row["NodeName"]), node_id=str(row["NodeID"]), labels=dict(row.get("Labels") or {}))
-        for row in ray.nodes()
-        if row["Alive"]
-    ]
-
-
 def _wait_for_nodes(num_nodes: int) -> None:
     """Wait until so many nodes are in the cluster, without spare ones.
 
@@ -389,7 +260,7 @@ def _wait_for_nodes(num_nodes: int) -> None:
         DeadlineError: they are not after `JOIN_TIMEOUT_S`.
     """
     deadline = time.monotonic() + JOIN_TIMEOUT_S
-    while (joined := sum(not node.is_spare for node in _alive())) < num_nodes:
+    while (joined := sum(not node.is_spare for node in alive_nodes())) < num_nodes:
         if time.monotonic() > deadline:
             raise DeadlineError(
                 f"the controller waited {JOIN_TIMEOUT_S:.0f} s for {num_nodes} nodes (`cluster.min_nodes`) to join "

@@ -20,6 +20,9 @@ DEFAULT_STOP_S = 600
 MIN_STOP_S = 60
 _RECENT = 20
 _WORD = re.compile(r"@@([A-Z_]+)@@")
+_GRES = re.compile(r"""--gres[=\s]\s*["']?([^"']*)["']?""")
+_GPUS = re.compile(r"(?:gres[:/])?gpu(?::[^:]+)??(?::(\d+))?")
+"""An entry of `--gres`: `gpu`, `gpu:COUNT`, `gpu:TYPE` or `gpu:TYPE:COUNT`; without a count it requests one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +128,7 @@ def _options(slurm: SlurmConfig, submission: Submission) -> list[str]:
         "time": slurm.time,
         "constraint": slurm.constraint,
         "exclude": slurm.exclude,
-        "gpus-per-node": str(slurm.gpus_per_node or ""),
+        "gpus-per-node": str(slurm.gpus_per_node or "") if gres_gpus(slurm.extra) is None else "",
         "cpus-per-task": str(slurm.cpus_per_node or ""),
     }
     name = slurm.job_name or re.sub(r"[^\w.\-]", "-", submission.run_dir.name)
@@ -143,6 +146,18 @@ def _options(slurm: SlurmConfig, submission: Submission) -> list[str]:
         f"--export={','.join(dict.fromkeys((*ALWAYS_EXPORTED, *slurm.environment, *submission.environment)))}",
         *slurm.extra,
     ]
+
+
+def gres_gpus(extra: Sequence[str]) -> int | None:
+    """GPUs of each node that `extra` requests by `--gres`; None if it requests none. Pure.
+
+    SLURM refuses a job that requests GPUs with a type and without one. So `--gres=gpu:TYPE:COUNT` takes the place of
+    `--gpus-per-node`. Of several `--gres` sbatch takes the last.
+    """
+    lists = [found[1] for option in extra if (found := _GRES.fullmatch(option.strip()))]
+    entries = lists[-1].split(",") if lists else []
+    counts = [int(gpus[1] or 1) for entry in entries if (gpus := _GPUS.fullmatch(entry.strip()))]
+    return sum(counts) if counts else None
 
 
 def _whole_memory(slurm: SlurmConfig) -> list[str]:

@@ -1,9 +1,18 @@
-"""The SLURM step of this process, from SLURM's variables: its nodes, its tasks and its place among them."""
+"""The SLURM step of this process, from SLURM's variables: its nodes, its tasks and its place among them.
 
+No command of SLURM is called, because containers often have none.
+"""
+
+import itertools
 import os
+import re
 from dataclasses import dataclass
 
-from launcher.cluster.node import command_output
+from launcher.errors import LaunchError
+
+_RANGE = r"\d+(?:-\d+)?"
+_RANGES = rf"\[{_RANGE}(?:,{_RANGE})*\]"
+_NAME = rf"(?:[^\[\],\s]|{_RANGES})+"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,23 +23,51 @@ class SlurmStep:
     num_tasks: int
     job_id: int
     name: str
-    """Of the job and the step; the same on all nodes."""
+    """JOB.RESTART.STEP: the same on all nodes, and another one after SLURM has requeued the job."""
     is_first: bool
     """Whether this process is the first task."""
 
     @classmethod
     def of_this_process(cls, node: str) -> "SlurmStep":
-        """Reads SLURM's variables; `node` is the name of this node."""
+        """Reads SLURM's variables; `node` is the name of this node.
+
+        Raises:
+            LaunchError: SLURM_STEP_NODELIST is no host list.
+        """
         listed = os.environ.get("SLURM_STEP_NODELIST", "")
-        nodes = command_output(["scontrol", "show", "hostnames", listed]).split() if listed else []
-        job = os.environ.get("SLURM_JOB_ID", "0")
+        job, restart = os.environ.get("SLURM_JOB_ID", "0"), os.environ.get("SLURM_RESTART_COUNT", "0")
         return cls(
-            nodes=tuple(nodes) or (node,),
+            nodes=host_names(listed) if listed else (node,),
             num_tasks=int(os.environ.get("SLURM_STEP_NUM_TASKS", "1")),
             job_id=int(job),
-            name=f"{job}.{os.environ.get('SLURM_STEP_ID', os.getpid())}",
+            name=f"{job}.{restart}.{os.environ.get('SLURM_STEP_ID', os.getpid())}",
             is_first=os.environ.get("SLURM_PROCID", "0") == "0",
         )
+
+
+def host_names(listed: str) -> tuple[str, ...]:
+    """Names in a host list of SLURM, for example n1, n2, n07 and m in `n[1-2,07],m`. Pure.
+
+    Raises:
+        LaunchError: `listed` is no host list.
+    """
+    if not re.fullmatch(rf"{_NAME}(?:,{_NAME})*", listed):
+        raise LaunchError(
+            f"SLURM_STEP_NODELIST = {listed!r} is no host list such as n[1-2,07],m; start the command by srun, which "
+            "sets the variable"
+        )
+    names = []
+    for name in re.findall(_NAME, listed):
+        parts = re.findall(rf"{_RANGES}|[^\[]+", name)
+        choices = [_numbers(part[1:-1]) if part[0] == "[" else [part] for part in parts]
+        names += ["".join(chosen) for chosen in itertools.product(*choices)]
+    return tuple(names)
+
+
+def _numbers(ranges: str) -> list[str]:
+    """Numbers in `1-2,07`; those of a range have at least the digits of the first one."""
+    ends = [each.partition("-") for each in ranges.split(",")]
+    return [f"{n:0{len(first)}}" for first, _, last in ends for n in range(int(first), int(last or first) + 1)]
 
 
 def in_allocation() -> bool:

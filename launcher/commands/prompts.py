@@ -9,6 +9,7 @@ import ray
 from rollout.config import DataConfig, EvalSetConfig
 from rollout.data.order import OrderState, PromptOrder, PromptSet
 from rollout.data.prompts import LoadedPrompts
+from rollout.evaluation import WHOLE_SET
 from rollout.pool.heartbeat import LOOK_EVERY_S, Heartbeat
 from rollout.types import Prompt, PromptId
 
@@ -69,7 +70,8 @@ def load_evaluation_prompts(
     Public test sets hold a few prompts twice, which causes a warning.
 
     Raises:
-        ValueError: half of the prompts of a set or more repeat earlier ones in all that a reward function receives.
+        ValueError: half of the prompts of a set or more repeat earlier ones in all that a reward function receives, or
+            one of its data sources has the name of the whole set's figures.
     """
     loading = {
         name: text_actor.load_prompts.remote(
@@ -80,6 +82,7 @@ def load_evaluation_prompts(
     loaded = _loaded(text_actor, list(loading.values()))
     for file in loaded:
         _judge_repeats(file)
+        _refuse_source_of_whole_set(file)
     return {name: file.prompts for name, file in zip(loading, loaded, strict=True)}
 
 
@@ -91,6 +94,16 @@ def _judge_repeats(evaluation_set: LoadedPrompts) -> None:
     if 2 * evaluation_set.num_repeated(with_extra_info=True) >= count:
         raise ValueError(f"{said}; {ONCE}, and `samples_per_prompt` says how often it is sampled")
     _log.warning("%s, so they count more than others; %s", said, ONCE)
+
+
+def _refuse_source_of_whole_set(evaluation_set: LoadedPrompts) -> None:
+    """The only source of a set has no figures of its own, so its name is free."""
+    sources = {prompt.data_source for prompt in evaluation_set.prompts}
+    if WHOLE_SET in sources and len(sources) > 1:
+        raise ValueError(
+            f"evaluation set {evaluation_set.name}: one of its {len(sources)} data sources is named {WHOLE_SET!r}, and "
+            "its figures would overwrite those of the whole set; give `data_source` of its rows another name"
+        )
 
 
 def _loaded(text_actor: ray.actor.ActorHandle, loading: Sequence[ray.ObjectRef]) -> tuple[LoadedPrompts, ...]:

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from launcher.checks.expected_nodes import expected_nodes
 from launcher.cluster.addresses import interfaces, node_address, resolve
+from launcher.cluster.alive_nodes import SPARE
 from launcher.cluster.job_folder import Head, JobFolder
 from launcher.cluster.node import node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
-from launcher.cluster.ray_cluster import SPARE
 from launcher.cluster.ray_node import RayNode, run_ray, topology_labels
 from launcher.commands.job_checks import check, choose, reduce
 from launcher.commands.job_state import job_id, node_name, saved_step, say, starts

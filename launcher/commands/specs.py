@@ -29,7 +29,6 @@ def engine_specs(config: RunConfig, run_id: str) -> list[EngineSpec]:
 
 def trainer_spec(config: RunConfig, format: WeightFormat, run_id: str, *, declines_delta: bool = False) -> TrainerSpec:
     """Specification of a run's trainer ranks; `declines_delta` as in `Placement`."""
-    updates = config.num_steps * config.algorithm.num_epochs * config.algorithm.num_mini_batches
     return TrainerSpec(
         model=config.model,
         run_id=run_id,
@@ -39,7 +38,7 @@ def trainer_spec(config: RunConfig, format: WeightFormat, run_id: str, *, declin
         format=format,
         temperature=config.sampling.temperature,
         max_response_tokens=config.sampling.max_response_tokens,
-        total_updates=updates,
+        total_updates=config.num_steps * config.algorithm.updates_per_step,
         seed=config.seed,
     )
 

@@ -3,6 +3,8 @@
 Each task does on its node what the batch script of `megatron-rl slurm` starts there: checks, a sum over
 the nodes, Ray. The first task also chooses, and drives the run. They find each other by the same files
 (`launcher.cluster.job_folder`). Nothing is requeued and no node is spare: a person started the step.
+
+Invariant: all tasks read the configuration that the first one has written, so the plan and Ray agree on each node.
 """
 
 import json
@@ -19,13 +21,13 @@ from launcher.checks.health.cpu_packages import gpu_problems
 from launcher.checks.health.reward_environment import unset_problems
 from launcher.checks.health.wandb import run_problems
 from launcher.cluster.job_folder import VARIABLE, JobFolder
-from launcher.cluster.node import node_resources, package_versions
+from launcher.cluster.node import NodeResources, node_resources, package_versions
 from launcher.cluster.slurm_step import SlurmStep
 from launcher.commands.job_checks import check, choose, reduce
 from launcher.commands.job_state import node_name, say
 from launcher.commands.slurm import CONFIG, FOLDER, PACKAGES, job_config
 from launcher.commands.slurm_job import drive, node
-from launcher.config.loading import resolved_yaml
+from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.atomic_files import replace_text
@@ -40,10 +42,12 @@ def run_as_task(config: RunConfig) -> int:
 
     Raises:
         ConfigError: the step does not have one task on each node, or the run cannot be run on its nodes.
+        LaunchError: the names of the step's nodes cannot be read.
         DeadlineError: another task did not begin.
     """
     step = SlurmStep.of_this_process(node_name())
-    config = _config_of_step(config, step)
+    here = node_resources()
+    config = _config_of_step(config, step, num_gpus=len(here.gpu_bytes))
     path = Path(config.run_dir) / FOLDER / step.name
     folder = JobFolder(path=path, config=path / CONFIG)
     os.environ |= {
@@ -52,7 +56,7 @@ def run_as_task(config: RunConfig) -> int:
         "RAY_AUTH_TOKEN_PATH": str(folder.path / "token"),
     }
     try:
-        return _first(config, folder, step) if step.is_first else _other(config, folder)
+        return _first(config, folder, step, here) if step.is_first else _other(folder)
     except (ValueError, DeadlineError):
         if folder.path.is_dir():
             folder.note_lost_node()
@@ -69,7 +73,8 @@ def _end_others(folder: JobFolder) -> None:
         (folder.path / "over").touch()
 
 
-def _config_of_step(config: RunConfig, step: SlurmStep) -> RunConfig:
+def _config_of_step(config: RunConfig, step: SlurmStep, *, num_gpus: int) -> RunConfig:
+    """The configuration of the step's nodes; `num_gpus` are those that this node sees."""
     if step.num_tasks != len(step.nodes):
         raise ConfigError(
             f"the SLURM step has {step.num_tasks} tasks on {len(step.nodes)} node(s); start one on each node: "
@@ -78,12 +83,12 @@ def _config_of_step(config: RunConfig, step: SlurmStep) -> RunConfig:
     slurm = config.cluster.slurm
     if slurm.nodes not in (1, len(step.nodes)):
         raise ConfigError(f"`cluster.slurm.nodes` = {slurm.nodes}, but the SLURM step has {len(step.nodes)} nodes")
-    slurm = slurm.model_copy(update={"nodes": len(step.nodes), "spares": 0})
+    num_gpus = slurm.gpus_per_node or num_gpus
+    slurm = slurm.model_copy(update={"nodes": len(step.nodes), "spares": 0, "gpus_per_node": num_gpus})
     return job_config(config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})}))
 
 
-def _first(config: RunConfig, folder: JobFolder, step: SlurmStep) -> int:
-    here = node_resources()
+def _first(config: RunConfig, folder: JobFolder, step: SlurmStep, here: NodeResources) -> int:
     found = [*run_problems(config.wandb), *unset_problems(config.reward)]
     found += gpu_problems(len(here.gpu_bytes), package_versions())
     checked = check_run(config, expected_nodes(config.cluster.slurm, here), found)
@@ -104,9 +109,10 @@ def _first(config: RunConfig, folder: JobFolder, step: SlurmStep) -> int:
         ray.wait()
 
 
-def _other(config: RunConfig, folder: JobFolder) -> int:
+def _other(folder: JobFolder) -> int:
     if not _wait(folder, [folder.path / "allocated"], "begun the run"):
         return 0
+    config = load(RunConfig, folder.config)
     check(config, folder)
     if not _wait(folder, [folder.path / "nodes"], "chosen the nodes"):
         return 0

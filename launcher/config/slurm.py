@@ -29,7 +29,8 @@ class SlurmConfig(Config):
     spares: int = Field(default=0, ge=0)
     """Additional nodes to allocate. They replace nodes that fail the checks at the start of the job, or die later."""
     gpus_per_node: int = Field(default=0, ge=0)
-    """GPUs of each node."""
+    """GPUs of each node. For GPUs of a type, `extra` also has `--gres=gpu:TYPE:COUNT` with the same number; the script
+    then leaves `--gpus-per-node` out. With 0, `srun megatron-rl run` takes the number that its first node sees."""
     gpu: Literal["", "a100", "h100", "h200", "b200"] = ""
     """Kind of these GPUs, for checks before the job has its nodes. Empty: GPUs of 80 GB; inside an allocation those of
     this node."""
@@ -64,7 +65,8 @@ class SlurmConfig(Config):
     """Names of variables that the job receives from the submitting shell. Values never enter the script. PATH, HOME,
     USER, LANG and LD_LIBRARY_PATH are always included."""
     interface: str = ""
-    """Network interface whose IPv4 address each node uses. Empty: the address of the node's name."""
+    """Network interface whose IPv4 address each node uses: that of the node's name if the interface has it, else its
+    first one. Empty: the address of the node's name."""
     addresses: dict[str, str] = {}
     """Addresses by node name. They take precedence over `interface`."""
     template: str = ""

@@ -81,7 +81,8 @@ def doctor_lines(config: RunConfig) -> Iterator[Check]:
         return
     directory = _existing(Path(config.run_dir))
     needs = node_needs(config, {})
-    needs = needs if in_allocation() else replace(needs, num_gpus=0)  # a login node has no GPUs
+    if not (in_allocation() and needs.num_gpus):  # a login node has other GPUs; an unset key takes all of a node
+        needs = replace(needs, num_gpus=None)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".doctor-") as folder:
         facts = node_facts(needs, Path(folder) / "canary")
     step = SlurmStep.of_this_process(facts.node)
@@ -161,7 +162,7 @@ def _network(config: RunConfig, directory: Path, step: SlurmStep, node: str) -> 
 def _address(config: RunConfig, node: str) -> str:
     """Address by which other nodes reach this one; the loopback address on a machine without a network."""
     present = interfaces()
-    if set(present.values()) <= {"127.0.0.1"}:
+    if {address for found in present.values() for address in found} <= {"127.0.0.1"}:
         return "127.0.0.1"
     return node_address(node, config.cluster.slurm, present=present, resolved=resolve(node))[0]
 

@@ -99,17 +99,18 @@ def _from_metrics(path: Path) -> Lengths:
     rows = [row for row in read_rows(path) if "response_length/mean" in row][-RECENT_STEPS:]
     if not rows:
         raise ConfigError(f"--lengths = {path}: holds no step with response_length/mean; name a run that has trained")
+    decoding = [row for row in rows if "history/tokens_per_forward" in row]
     return stated_lengths(
         prompt=_mean(rows, "prompt_length/mean"),
         response=_mean(rows, "response_length/mean"),
         longest=max(float(str(row["response_length/max"])) for row in rows),
-        tokens_per_forward=max(1.0, _mean(rows, "history/tokens_per_forward", 1.0)),
+        tokens_per_forward=max(1.0, _mean(decoding, "history/tokens_per_forward")) if decoding else 1.0,
         source=f"the last {len(rows)} steps in {path}",
     )
 
 
-def _mean(rows: Sequence[Mapping[str, object]], name: str, default: float = 0.0) -> float:
-    return fmean(float(str(row[name])) if name in row else default for row in rows)
+def _mean(rows: Sequence[Mapping[str, object]], name: str) -> float:
+    return fmean(float(str(row[name])) if name in row else 0.0 for row in rows)
 
 
 def _from_traces(files: Sequence[Path], path: Path) -> Lengths:

@@ -56,7 +56,7 @@ def train_estimate(run: PlannedRun, given: Assumptions) -> TrainEstimate:
     algorithm = config.algorithm
     responses = given.lengths.of(algorithm.prompts_per_step * algorithm.group_size)
     samples = given.lengths.prompt + responses
-    num_updates = algorithm.num_mini_batches * algorithm.num_epochs
+    num_updates = algorithm.updates_per_step
     tokens = float(samples.sum())
     passes = _passes(run, num_updates)
     squares = float(np.square(samples).sum())

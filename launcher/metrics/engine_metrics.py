@@ -66,7 +66,13 @@ _ENGINES: tuple[Row, ...] = (
 )
 
 _DRAFTS: tuple[Row, ...] = (
-    ("history/tokens_per_forward", "tokens", "mean over decoding rows", "1 without drafts.", "above 1"),
+    (
+        "history/tokens_per_forward",
+        "tokens",
+        "mean over decoding rows",
+        "1 without drafts; absent without a forward of the step.",
+        "above 1",
+    ),
     ("history/drafted_tokens", "tokens", "sum", "Draft tokens that engines verified.", ""),
     ("history/accepted_tokens", "tokens", "sum", "Draft tokens that engines accepted.", ""),
     ("history/acceptance_rate", "share", "mean over draft tokens", "Accepted over drafted tokens.", ""),
@@ -82,7 +88,7 @@ _DRAFTS: tuple[Row, ...] = (
         "history/hit_rate",
         "share",
         "mean over requests",
-        "Training requests whose prompt has a history.",
+        "Training requests whose prompt has a history; absent if none began.",
         "rises after the first epoch",
     ),
     ("history/propose_s", "seconds", "sum over engines", "Time to propose drafts.", ""),
@@ -181,6 +187,20 @@ _SPEED: tuple[Row, ...] = (
         "seconds",
         "sum",
         "The run waited for checkpoints between the previous row and this step; the last is in `events.jsonl` only.",
+        "",
+    ),
+    (
+        "timing_s/publish_before_step",
+        "seconds",
+        "sum",
+        "Publishes between the previous row, or the start, and this step: engines that slept get their weights again.",
+        "",
+    ),
+    (
+        "timing_s/switch_before_step",
+        "seconds",
+        "sum",
+        "Shared devices changed between trainer and engines between the previous row, or the start, and this step.",
         "",
     ),
     ("timing_s/publish_scales", "seconds", "max over trainer ranks", "Stage of a publish: scales.", ""),

@@ -81,7 +81,7 @@ DASHBOARD: dict[str, tuple[Panel, ...]] = {
         ),
         _panel(
             "Seconds between steps",
-            *(f"timing_s/{activity}_before_step" for activity in ("evaluate", "checkpoint")),
+            *(f"timing_s/{activity}_before_step" for activity in ("evaluate", "checkpoint", "publish", "switch")),
         ),
         _panel("Bubble of the engines' time", "timeline/bubble", "timeline/idle_share", "timeline/tail_share"),
         _panel(

@@ -55,8 +55,20 @@ _BATCH: tuple[Row, ...] = (
         "Responses that are left out because their scoring failed.",
         "0",
     ),
-    ("batch/zero_variance_groups", "groups", "sum", "Groups that the filter drops and that have no signal.", ""),
-    ("batch/zero_variance_responses", "responses", "sum", "Responses of groups without signal.", ""),
+    (
+        "batch/zero_variance_groups",
+        "groups",
+        "sum",
+        "Groups that the filter drops and whose advantages are all 0 or, where they are unknown, rewards all equal.",
+        "",
+    ),
+    (
+        "batch/zero_variance_responses",
+        "responses",
+        "sum",
+        "Responses of the groups in `batch/zero_variance_groups`.",
+        "",
+    ),
     ("batch/filtered_groups", "groups", "sum", "Groups that the filter drops for another reason.", ""),
     ("batch/filtered_responses", "responses", "sum", "Responses of groups that are dropped for another reason.", ""),
     (
@@ -97,8 +109,20 @@ _TRAINING: tuple[Row, ...] = (
     ("actor/pg_loss", "as `algorithm.aggregation`", "mean over optimizer steps", "Policy loss.", ""),
     ("actor/entropy", "nats per token", "mean over tokens and optimizer steps", "Entropy of the policy.", ""),
     ("actor/ppo_kl", "nats per token", "mean over tokens and optimizer steps", "KL from the policy at step start.", ""),
-    ("actor/pg_clipfrac", "share", "mean over tokens and optimizer steps", "Tokens that the loss clips.", ""),
-    ("actor/pg_clipfrac_lower", "share", "mean over tokens and optimizer steps", "Tokens of the dual clip.", ""),
+    (
+        "actor/pg_clipfrac",
+        "share",
+        "mean over tokens and optimizer steps",
+        "Tokens that the loss clips; with `gmpo` those with a positive advantage.",
+        "",
+    ),
+    (
+        "actor/pg_clipfrac_lower",
+        "share",
+        "mean over tokens and optimizer steps",
+        "Tokens of the dual clip; with `gmpo` clipped tokens with a negative advantage.",
+        "",
+    ),
     (
         "actor/kl_loss",
         "as `algorithm.aggregation`",
@@ -202,7 +226,12 @@ _EVALUATION: tuple[Row, ...] = tuple(
     (f"eval/{{set}}/{part}{{format}}/{figure}", unit, reduction, meaning, "")
     for part in ("", "{source}/")
     for figure, unit, reduction, meaning in (
-        ("avg@{k}", "score", "mean over all samples", "Accuracy by single samples."),
+        (
+            "avg@{k}",
+            "score",
+            "mean over all samples",
+            "Mean score of single samples, `acc` where there is one.",
+        ),
         ("pass@{k}", "share", "mean over prompts", "Prompts with at least one right sample of k."),
         ("truncated", "share", "mean over all samples", "Samples that reached the token limit."),
         ("mean_length", "tokens", "mean over all samples", "Length of the samples."),

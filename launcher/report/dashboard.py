@@ -4,6 +4,7 @@ Charts come from `launcher.metrics.panels`; a panel without records is left out.
 for each run and shows the first metric of its panel. The page holds no script and names no address.
 """
 
+import html
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from launcher.report.charts import Line, line_chart, note, stacked_chart
 from launcher.report.html import grid, page, section, table
 from launcher.report.lanes import PART_LABELS
 from launcher.report.metric_table import Floats, Ints, MetricTable
+from launcher.report.run_timeline import START_S
 from launcher.run_dir.atomic_files import replace_text
 from rollout.tracing.timeline import Part
 
@@ -32,7 +34,10 @@ class RecordedRun:
     name: str
     table: MetricTable
     hours: Floats
-    """End of each row's step, in hours since the first step began."""
+    """Hours of work at the end of each row's step: steps, evaluations and checkpoints since the first step began."""
+    paused_h: float
+    """Hours between the first step and the last that are in no row: between two starts, and of steps that a resume took
+    again."""
     settings: Mapping[str, str]
     """Dotted keys of `config.yaml`, values as JSON."""
 
@@ -62,10 +67,16 @@ class RecordedRun:
 
 
 def _total(metric: str, values: Floats) -> str | None:
-    """What a legend shows of a count that is 0 in a healthy step: its sum over the run."""
+    """What a legend shows of a count that is 0 in a healthy run: all of the run, over all its starts."""
     entry = find(metric)
-    is_count = entry is not None and entry.healthy == "0" and entry.reduction == "sum"
-    return f"{values.sum():.0f} in all" if is_count else None
+    if entry is None or entry.healthy != "0":
+        return None
+    if entry.reduction == "total":
+        rises = np.diff(values, prepend=0.0)
+        # a start counts from 0 again, so a fall is a new start
+        return f"{np.where(rises < 0, values, rises).sum():.0f} in all"
+    is_per_step = entry.reduction == "sum" or entry.reduction.startswith("sum over ")
+    return f"{values.sum():.0f} in all" if is_per_step else None
 
 
 def read_runs(run_dirs: Sequence[Path]) -> list[RecordedRun]:
@@ -90,9 +101,15 @@ def _read(run_dir: Path, name: str) -> RecordedRun:
         raise FileNotFoundError(f"{run_dir} holds no metrics; name the run directory of a run that has finished a step")
     config = run_dir / "config.yaml"
     text = config.read_text(encoding="utf-8") if config.exists() else ""
-    ends_s = table.filled("time_s")
-    hours = (ends_s - ends_s[0] + table.filled("timing_s/step")[0]) / 3600
-    return RecordedRun(name=name, table=table, hours=hours, settings=dict(_flat(yaml.safe_load(text) or {}, "")))
+    seconds = table.seconds()
+    pauses_s = np.diff(table.filled("time_s")) - seconds[1:]
+    return RecordedRun(
+        name=name,
+        table=table,
+        hours=seconds.cumsum() / 3600,
+        paused_h=float(pauses_s[pauses_s > START_S].sum()) / 3600,
+        settings=dict(_flat(yaml.safe_load(text) or {}, "")),
+    )
 
 
 def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:
@@ -128,7 +145,13 @@ def _subtitle(runs: Sequence[RecordedRun]) -> str:
 
 
 def _note(runs: Sequence[RecordedRun]) -> str:
-    return note(max(run.table.num_rows for run in runs))
+    """What a reader of the charts must know."""
+    pauses = ", ".join(f"{html.escape(run.name)} {run.paused_h:.1f} h" for run in runs if run.paused_h >= 0.05)
+    paused = (
+        '<p class="note">Hours are those of steps, evaluations and checkpoints. Pauses and start-ups between them, and '
+        f"steps that were taken again, are left out: {pauses}.</p>"
+    )
+    return note(max(run.table.num_rows for run in runs)) + (paused if pauses else "")
 
 
 def _sections(runs: Sequence[RecordedRun], ways: Sequence[tuple[bool, str]]) -> Iterator[str]:

@@ -86,6 +86,17 @@ class MetricTable:
         filled[numbers] = values
         return filled
 
+    def seconds(self) -> Floats:
+        """Seconds from the row before to each row, with evaluation and checkpoint, [num_rows].
+
+        Time between two starts is no part of them. Where a row lacks `timeline/elapsed_s` (the wall clock was set
+        back), they are those of its step alone.
+        """
+        seconds = self.filled("timing_s/step")
+        numbers, elapsed_s = self.column("timeline/elapsed_s")
+        seconds[numbers] = elapsed_s
+        return seconds
+
     def names(self, prefix: str) -> list[str]:
         """Metrics of any row whose names begin with `prefix`, sorted."""
         return sorted({name for block in self.blocks for name in block.index if name.startswith(prefix)})

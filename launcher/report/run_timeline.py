@@ -196,13 +196,11 @@ def _span(line: str) -> Span | None:
 
 
 def _steps(metrics: MetricTable) -> list[Step]:
-    """Steps from their metrics rows; their length includes evaluation and checkpoint if the run recorded timelines.
+    """Steps from their metrics rows, each with the evaluation and the checkpoint before it.
 
     A row is written a varying moment after its step, so a start is never put before the end of the previous step.
     """
-    lengths_s = metrics.filled("timing_s/step")
-    numbers, elapsed_s = metrics.column("timeline/elapsed_s")
-    lengths_s[numbers] = elapsed_s
+    lengths_s = metrics.seconds()
     rows, ends_s = metrics.column("time_s")
     steps: list[Step] = []
     for number, end_s, length_s in zip(

@@ -28,11 +28,12 @@ from launcher.report.run_timeline import RunTimeline, read_timeline
 from launcher.report.timeline_section import last_steps, timeline_section
 from launcher.run_dir.atomic_files import read_rows, replace_text
 from launcher.run_dir.places import Places, read_places
-from rollout.evaluation import Change, EvaluationRow, changes, comparable, not_compared
+from launcher.run_dir.step_timeline import BETWEEN_STEPS
+from rollout.evaluation import WHOLE_SET, Change, EvaluationRow, changes, comparable, notes
 
 K3_BOUND = 5e-3
 """Largest healthy gap between sampler and trainer (docs/metrics.md)."""
-PHASES = ("rollout", "train", "publish", "switch", "evaluate_before_step", "checkpoint_before_step")
+PHASES = ("rollout", "train", "publish", "switch")
 PUBLISH_STAGES = ("scales", "pack", "send", "pause", "apply", "probe")
 SAMPLES_SHOWN = 3
 
@@ -130,9 +131,9 @@ def _subtitle(record: Record) -> str:
 def _summary(record: Record) -> str:
     """Tiles: main metrics of the first and the last step, and the time of the run."""
     items = [
-        (f"{change.label} accuracy, {change.format_label}", _change(change), _gain(change))
+        (f"{change.label} {_what(change)}, {change.format_label}", _change(change), _gain(change))
         for change in changes(record.evaluation)
-        if change.before.data_source == "all"
+        if change.before.data_source == WHOLE_SET
     ]
     for metric, label, form in (
         ("reward/mean", "reward", ".3f"),
@@ -144,27 +145,37 @@ def _summary(record: Record) -> str:
         values = record.metrics.values(metric)
         if len(values):
             items.append((label, f"{values[0]:{form}} → {values[-1]:{form}}", "first and last step"))
-    seconds = record.metrics.values("timing_s/step")
-    if len(seconds):
-        total_s = seconds.sum().item()
+    seconds = record.metrics.seconds()
+    if (total_s := seconds.sum().item()) > 0:
         total = f"{total_s / 3600:.1f} h" if total_s > 2 * 3600 else f"{total_s:.0f} s"
-        items.append(("seconds a step", f"{total_s / len(seconds):.1f}", f"{total} in total"))
+        items.append(
+            ("seconds a step", f"{total_s / len(seconds):.1f}", f"{total} in total, with evaluations and checkpoints")
+        )
     return tiles(items)
 
 
+def _what(change: Change) -> str:
+    return "accuracy" if change.is_accuracy else "mean score"
+
+
 def _change(change: Change) -> str:
-    return f"{100 * change.before.average:.1f} → {100 * change.after.average:.1f} %"
+    before, after = change.before.average, change.after.average
+    return f"{100 * before:.1f} → {100 * after:.1f} %" if change.is_accuracy else f"{before:.3f} → {after:.3f}"
 
 
 def _gain(change: Change) -> str:
     k, steps = change.before.samples_per_prompt, f"{change.before.step} to {change.after.step}"
-    return f"{change.points:+.1f} points of avg@{k}, {steps} steps"
+    gain = f"{change.points:+.1f} points" if change.is_accuracy else f"{change.gain:+.3f}"
+    return f"{gain} of avg@{k}, {steps} steps"
 
 
 def _evaluation(record: Record) -> str:
-    """Table, curves, and a sentence per set that could not be compared; empty without evaluations of two steps."""
+    """Table, curves, and a sentence per set that could not be compared or has scores of another scale.
+
+    Empty without evaluations of two steps.
+    """
     found = changes(record.evaluation)
-    sentences = "".join(f'<p class="note">{html.escape(text)}.</p>' for text in not_compared(record.evaluation))
+    sentences = "".join(f'<p class="note">{html.escape(text)}.</p>' for text in notes(record.evaluation))
     if not found:
         return section("Evaluation", sentences) if sentences else ""
     heading = (
@@ -180,20 +191,26 @@ def _evaluation(record: Record) -> str:
             f"{change.before.step} → {change.after.step}",
             f"{change.before.average:.3f}",
             f"{change.after.average:.3f}",
-            f"{change.points:+.1f}",
+            f"{change.points:+.1f}" if change.is_accuracy else "",
             f"{change.before.passed:.3f}",
             f"{change.after.passed:.3f}",
             f"{change.before.mean_length:.0f} → {change.after.mean_length:.0f}",
         )
         for change in found
     ]
-    compared = table(heading, rows, numbers_from=2) + _evaluation_curve(record.evaluation)
+    compared = table(heading, rows, numbers_from=2) + _evaluation_curves(record.evaluation)
     return section("Evaluation", compared + sentences)
 
 
-def _evaluation_curve(rows: Sequence[EvaluationRow]) -> str:
-    """avg@k over steps, for sets with more than two comparable evaluations."""
-    curves = [curve for curve in comparable(rows) if curve[0].data_source == "all" and len(curve) > 2]
+def _evaluation_curves(rows: Sequence[EvaluationRow]) -> str:
+    """avg@k over steps, for sets with more than two comparable evaluations; accuracies apart from other scales."""
+    curves = [curve for curve in comparable(rows) if curve[0].data_source == WHOLE_SET and len(curve) > 2]
+    accuracies = [curve for curve in curves if all(row.other_scale is None for row in curve)]
+    scores = [curve for curve in curves if curve not in accuracies]
+    return _curves("Accuracy", accuracies) + _curves("Mean score", scores)
+
+
+def _curves(title: str, curves: Sequence[Sequence[EvaluationRow]]) -> str:
     labels = [_curve_label(curve[0]) for curve in curves]
     lines = [
         Line(
@@ -206,7 +223,7 @@ def _evaluation_curve(rows: Sequence[EvaluationRow]) -> str:
     ]
     if not lines:
         return ""
-    return f'<figure class="wide"><figcaption>Accuracy <span>avg@k</span></figcaption>{line_chart(lines)}</figure>'
+    return f'<figure class="wide"><figcaption>{title} <span>avg@k</span></figcaption>{line_chart(lines)}</figure>'
 
 
 def _curve_label(row: EvaluationRow) -> str:
@@ -314,7 +331,8 @@ def _chart(metrics: MetricTable, labels: Mapping[str, str], *, log: bool = False
 
 
 def _phases(metrics: MetricTable) -> str:
-    return _stacked(metrics, {f"timing_s/{phase}": phase.removesuffix("_before_step") for phase in PHASES})
+    between = {f"timing_s/{phase}_before_step": f"{phase}, before the step" for phase in BETWEEN_STEPS}
+    return _stacked(metrics, {f"timing_s/{phase}": phase for phase in PHASES} | between)
 
 
 def _stacked(metrics: MetricTable, labels: Mapping[str, str]) -> str:

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rollout.evaluation import Change, EvaluationRow, changes, not_compared
+from rollout.evaluation import Change, EvaluationRow, changes, not_compared, other_scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ FIELDS = (
 )
 PHASES = ("rollout", "train", "publish", "switch")
 """Phases whose seconds are a part of the step."""
-BEFORE = ("evaluate", "checkpoint")
+BEFORE = ("evaluate", "checkpoint", "publish", "switch")
 """Phases between the previous step's row and this step (`launcher.run_dir.step_timeline`)."""
 TROUBLE = {
     "reward/errors": "reward errors",
@@ -96,7 +96,7 @@ def _cells(change: Change) -> list[str]:
         f"{before.step} -> {after.step}",
         f"{before.average:.3f}",
         f"{after.average:.3f}",
-        f"{change.points:+.1f}",
+        f"{change.points:+.1f}" if change.is_accuracy else "",
         f"{before.passed:.3f}",
         f"{after.passed:.3f}",
         f"{before.mean_length:.0f}",
@@ -113,6 +113,8 @@ class RunProgress:
         self._console = console or Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160)
         self._bars: Progress | None = None
         self._task: TaskID | None = None
+        self._warned: set[str] = set()
+        """Evaluation sets whose scores are known to have another scale than 0 to 1."""
 
     def say(self, text: str) -> None:
         """Print one line of plain text."""
@@ -144,7 +146,8 @@ class RunProgress:
         self.say(step_line(step, self._num_steps, metrics))
 
     def evaluation(self, rows: Iterable[EvaluationRow]) -> None:
-        """Print one line per evaluated set."""
+        """Print one line per evaluated set, and one more for the first row of a set with scores outside 0 to 1."""
+        rows = list(rows)
         for row in rows:
             k = row.samples_per_prompt
             self.say(
@@ -152,17 +155,23 @@ class RunProgress:
                 f"avg@{k} {row.average:.3f}, pass@{k} {row.passed:.3f} over {row.num_prompts} prompts, "
                 f"length {row.mean_length:.0f}, cut {row.truncated:.1%}"
             )
+        for name, sentence in other_scales(rows).items():
+            if name not in self._warned:
+                self._warned.add(name)
+                self.say(sentence)
 
     def table(self, rows: Sequence[EvaluationRow]) -> None:
         """Print the final table of evaluations before and after, then a line per set that could not be compared.
 
+        A set of the table with scores outside 0 to 1 has a line, too: it has no gain in points.
         Without evaluations of two steps it prints nothing.
         """
         self._end_bar()
         table = before_after_table(rows)
         if table.row_count:
             self._console.print(table)
-        for sentence in not_compared(rows):
+        compared = [row for change in changes(rows) for row in (change.before, change.after)]
+        for sentence in (*not_compared(rows), *other_scales(compared).values()):
             self.say(sentence)
 
     def close(self) -> None:

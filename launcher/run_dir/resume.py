@@ -124,7 +124,7 @@ def _of_decays(key: str, config: RunConfig) -> list[str]:
         if optimizer.decay == "constant":
             continue
         if key in UPDATES and optimizer.decay_steps:
-            updates = config.algorithm.num_epochs * config.algorithm.num_mini_batches
+            updates = config.algorithm.updates_per_step
             said.append(f"{name}.decay_steps = {optimizer.decay_steps} counts optimizer steps, now {updates} a step")
         elif key in UPDATES:
             warmup = "once its warm-up is over, " if optimizer.warmup_steps else ""

@@ -174,19 +174,27 @@ def _present(now: Now, now_s: float) -> list[str]:
 
 
 def _rates(rows: Sequence[Mapping[str, object]], num_steps: int) -> list[str]:
-    """Averages over the last steps."""
+    """Averages over the last steps, and the time that is left."""
     recent = rows[-_RECENT:]
     step_s = _mean(recent, "timing_s/step")
     if step_s is None:
         return []
     phases = [f"{phase} {mean:.1f}" for phase in PHASES if (mean := _mean(recent, f"timing_s/{phase}")) is not None]
     found = [f"last {len(recent)} step(s): {step_s:.1f} s each ({', '.join(phases)})"]
-    figures = {"perf/throughput_tokens_s": "tokens/s", "reward/mean": "reward"}
-    rates = [f"{label} {mean:.4g}" for key, label in figures.items() if (mean := _mean(recent, key)) is not None]
-    left = num_steps - len(rows)
+    tokens, reward, left = _mean(recent, "perf/response_tokens"), _mean(recent, "reward/mean"), num_steps - len(rows)
+    rates = [f"tokens/s {tokens / step_s:.4g}"] if tokens is not None and step_s > 0 else []
+    rates += [f"reward {reward:.4g}"] if reward is not None else []
     if left > 0:
-        rates.append(f"{left} steps to go, about {_seconds(left * step_s)}")
+        between_s = _between_s(rows)
+        between = f" with {_seconds(between_s)} between steps" if between_s >= 1 else ""
+        rates.append(f"{left} steps to go, about {_seconds(left * (step_s + between_s))}{between}")
     return [*found, *([", ".join(rates)] if rates else [])]
+
+
+def _between_s(rows: Sequence[Mapping[str, object]]) -> float:
+    """Mean seconds between a step and the next: evaluations and checkpoints. They are rare, so all rows count."""
+    elapsed_s, step_s = _mean(rows, "timeline/elapsed_s"), _mean(rows, "timing_s/step")
+    return max(elapsed_s - step_s, 0.0) if elapsed_s is not None and step_s is not None else 0.0
 
 
 def _mean(rows: Sequence[Mapping[str, object]], key: str) -> float | None:

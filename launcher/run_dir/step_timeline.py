@@ -18,8 +18,9 @@ from rollout.tracing.timeline import Span, engine_timelines, timeline_metrics
 FITTED_PER_STEP = MAX_FITTED // 8
 """Forwards of a step, evenly spaced, that the speed fits of later steps use."""
 
-AFTER_THE_ROW = ("evaluate", "checkpoint")
-"""Activities that follow the row of their step."""
+BETWEEN_STEPS = ("evaluate", "checkpoint", "publish", "switch")
+"""Activities that follow the row of a step, before the next step begins: engines that slept in a checkpoint get their
+weights again. Those within a step are in its own row."""
 
 
 class StepTimeline:
@@ -46,11 +47,12 @@ class StepTimeline:
         self._evidence = np.concatenate([self._evidence, *_thinned(forwards)])[-MAX_FITTED:]
 
     def close(self, end_s: float, step_s: float, *, retired: Collection[int] = ()) -> dict[str, float]:
-        """Metrics of the step that ends at `end_s`; `step_s` is its duration without evaluation and checkpoint.
+        """Metrics of the step that ends at `end_s`; `step_s` is its duration without what came between the steps.
 
-        Evaluation and checkpoint follow the row of their step, so the next row holds their seconds
-        (`timing_s/evaluate_before_step`). Others: `rollout.tracing.timeline.timeline_metrics`. `retired`: numbers of
-        the engines that were given up until now; they count in this step for the last time.
+        An evaluation and a checkpoint follow the row of their step, so the next row holds their seconds
+        (`timing_s/evaluate_before_step`), with those of `BETWEEN_STEPS`. Others:
+        `rollout.tracing.timeline.timeline_metrics`. `retired`: numbers of the engines that were given up until now;
+        they count in this step for the last time.
         """
         start_s = end_s - step_s if self._closed_s is None else self._closed_s
         self._closed_s = end_s
@@ -58,7 +60,7 @@ class StepTimeline:
         self._given_up = frozenset(retired)
         if not end_s > start_s:  # the wall clock was set back
             return {}
-        before = _before_step(self._spans)
+        before = _before_step(self._spans, end_s - step_s)
         self.speed = fit_speed(self._evidence)
         engines = engine_timelines(
             [self._forwards[number] for number in kept],
@@ -82,14 +84,24 @@ def _thinned(forwards: Sequence[Forwards]) -> list[Forwards]:
     return [of_engine[-begin % every :: every] for of_engine, begin in zip(forwards, begins, strict=False)]
 
 
-def _before_step(spans: Sequence[Span]) -> dict[str, float]:
-    """Seconds of evaluations and checkpoints since the previous row; absent where there was none."""
+def _before_step(spans: Sequence[Span], begin_s: float) -> dict[str, float]:
+    """Seconds of `BETWEEN_STEPS` since the previous row, up to `begin_s`; absent where there were none.
+
+    A publish within an evaluation or a checkpoint, to engines that were restarted, is a part of it.
+    """
+    between = [span for span in spans if span.activity in BETWEEN_STEPS]
     seconds: dict[str, float] = {}
-    for span in spans:
-        if span.activity in AFTER_THE_ROW:
+    for span in between:
+        # the clock that measures a step and the wall clock differ, so the end of a span may lie behind the begin
+        length_s = min(span.end_s, begin_s) - span.start_s
+        if length_s > 0 and not any(_holds(other, span) for other in between):
             name = f"timing_s/{span.activity}_before_step"
-            seconds[name] = seconds.get(name, 0.0) + span.end_s - span.start_s
+            seconds[name] = seconds.get(name, 0.0) + length_s
     return seconds
+
+
+def _holds(outer: Span, inner: Span) -> bool:
+    return outer is not inner and outer.start_s <= inner.start_s and inner.end_s <= outer.end_s
 
 
 def _first_of_next(forwards: Forwards, end_s: float) -> int:

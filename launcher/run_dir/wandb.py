@@ -6,6 +6,9 @@ under another configuration, go to a new wandb run, and so does a copy of the ru
 is logged: a kill between the two loses the step in wandb and never logs it twice. `metrics.jsonl` has the step in
 either case.
 
+The evaluation after the last step has no row of its own. It joins the row of that step, because an online wandb drops
+every step up to the last row of earlier starts: a run that gets more steps would lose the first of them.
+
 Only this file imports wandb, inside functions. In offline mode wandb asks no question and opens no connection. If an
 online run cannot reach the server, the run goes on offline, and `wandb sync` uploads it later.
 
@@ -58,13 +61,26 @@ NOT_LEARNING_KEYS = (
 SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "length", "finish_reason", "versions")
 
 
+class _Summary(Protocol):
+    """Newest values of a wandb run, apart from its rows."""
+
+    def update(self, values: Mapping[str, object], /) -> None: ...
+
+
 class _WandbRun(Protocol):
     """What `Tracker` uses of `wandb.Run`."""
 
     @property
     def offline(self) -> bool: ...
 
-    def log(self, data: Mapping[str, object], step: int) -> None: ...
+    @property
+    def starting_step(self) -> int:
+        """Rows of earlier steps are dropped; 0 offline."""
+
+    @property
+    def summary(self) -> "_Summary": ...
+
+    def log(self, data: Mapping[str, object], step: int, commit: bool | None = None) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -76,7 +92,7 @@ class Tracked:
     run_id: str = ""
     last_step: int = -1
     last_evaluation: int = -1
-    """Of those that were logged without a step."""
+    """Finished steps of the newest evaluation that was logged without the step after it."""
     settings: str = ""
     """Digest of the configuration's `LEARNING_KEYS`; empty if unknown."""
     path: str = ""
@@ -126,6 +142,8 @@ class Tracker:
         self._answers = True
         """Whether the last table was logged in time."""
         self._num_without_table = 0
+        self._newest_row: tuple[int, frozenset[str]] | None = None
+        """Step and names of the newest row of this start, to which wandb adds what has the same step."""
 
     @property
     def run_id(self) -> str:
@@ -149,8 +167,8 @@ class Tracker:
             run_dir: run directory; it is created if it is missing.
             settings: the resolved configuration.
             first_step: the next step of the run.
-            say: receives a line if an earlier wandb run is not continued, or if the server cannot be reached, now or
-                later.
+            say: receives a line if an earlier wandb run is not continued, if that drops steps, or if the server cannot
+                be reached, now or later.
 
         Raises:
             ConfigError: `wandb.mode` = online without a key, or with one that the server refuses.
@@ -169,30 +187,55 @@ class Tracker:
             tracker._save()
         if why:
             say(f"wandb: run {now.run_id} begins, and {before.run_id} is not continued: {why}")
-        tracker._run = _start_run(config, run_dir, now.run_id, settings, say)
+        tracker._run = run = _start_run(config, run_dir, now.run_id, settings, say)
+        if max(first_step, now.last_step + 1) < run.starting_step:
+            say(
+                f"wandb: run {now.run_id} has rows up to step {run.starting_step - 1} already, and takes no step up to "
+                "that one any more; `metrics.jsonl` has all steps"
+            )
         return tracker
 
     def log_step(self, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]] = ()) -> bool:
-        """Logs the metrics and a table of `samples` of `step`; False if the step was logged before."""
-        if self._run is None or step <= self._state.last_step:
+        """Logs the metrics and a table of `samples` of `step`; False if wandb has a row of it or of a later step."""
+        if self._run is None or step <= self._state.last_step or step < self._run.starting_step:
             return False
         self._state = replace(self._state, last_step=step)
         self._save()
         if not samples or not self._log_with_table(self._run, step, metrics, samples):
             self._log_alone(self._run, step, metrics)
+        self._newest_row = step, frozenset(metrics)
         return True
 
     def log_evaluation(self, step: int, metrics: Mapping[str, float]) -> bool:
-        """Logs the evaluation after `step` steps, the last ones; False if wandb has it, or the step of that number.
+        """Logs the evaluation after `step` steps, the last ones; False if wandb has it.
 
-        It does not count as the step: if the run gets more steps, `log_step` logs the one with this number.
+        It joins the row of the last step. It goes to the summary of the wandb run alone, and a line says so, if an
+        earlier start logged that row or if the row holds an evaluation already.
         """
         if self._run is None or step <= max(self._state.last_step, self._state.last_evaluation):
             return False
         self._state = replace(self._state, last_evaluation=step)
         self._save()
-        self._log_alone(self._run, step, metrics)
+        row = self._newest_row
+        if row is not None and row[0] == step - 1 and row[1].isdisjoint(metrics):
+            self._log_alone(self._run, step - 1, metrics)
+        else:
+            self._summarise(self._run, step, metrics)
         return True
+
+    def _summarise(self, run: _WandbRun, step: int, metrics: Mapping[str, float]) -> None:
+        """Put an evaluation into the summary."""
+        try:
+            if self._newest_row is not None:  # an open row would replace the values
+                run.log({}, step=self._newest_row[0], commit=True)
+            run.summary.update(metrics)
+        except Exception as error:  # wandb's process has ended
+            self._give_up(error)
+            return
+        self._say(
+            f"wandb has the evaluation after {step} steps in the summary of run {self.run_id} only, because the row of "
+            "the last step is of an earlier start or holds another evaluation; `evaluation.jsonl` has all"
+        )
 
     def _log_with_table(
         self, run: _WandbRun, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, object]]
@@ -225,10 +268,14 @@ class Tracker:
         try:
             run.log(dict(metrics), step=step)
         except Exception as error:  # wandb's process has ended
-            self._run = None
-            self._say(
-                f"wandb takes no more steps ({brief(error)}): the run goes on without it; `metrics.jsonl` has all steps"
-            )
+            self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without wandb."""
+        self._run = None
+        self._say(
+            f"wandb takes no more steps ({brief(error)}): the run goes on without it; `metrics.jsonl` has all steps"
+        )
 
     def finish(self) -> None:
         """Ends the wandb run; its data are on disk (offline) or uploaded (online), as far as the server answers."""

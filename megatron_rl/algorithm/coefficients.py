@@ -3,7 +3,9 @@
 Both are functions of the metrics of earlier steps alone, which all ranks agree on, and are saved with the checkpoint.
 A resume that switches adaptation on, or that configures another coefficient, begins at the configured one.
 
-* KL (arXiv 1909.08593, section 2.2): multiplied by 1 + clip(kl / target - 1, -0.2, 0.2) * responses / horizon.
+* KL (arXiv 1909.08593, section 2.2): multiplied by 1 + clip(kl / target - 1, -0.2, 0.2) * min(responses / horizon, 1).
+  The paper and verl's `AdaptiveKLController` have no `min`. A step of five horizons far below the target would then
+  set the coefficient to 0, from which no later step raises it, and a larger step would make it negative.
 * Entropy (arXiv 2505.22312): raised by a constant after a step below the target, lowered after one above it.
   The bonus counts in a step only if the step before was at or below the target.
 """
@@ -89,7 +91,7 @@ def _next_kl(coefficient: float, config: KlConfig, *, kl: float, num_responses: 
     if not config.target:
         return coefficient
     error = min(max(kl / config.target - 1.0, -MAX_ERROR), MAX_ERROR)
-    return coefficient * max(1.0 + error * num_responses / config.horizon, 0.0)
+    return coefficient * (1.0 + error * min(num_responses / config.horizon, 1.0))
 
 
 def _next_entropy(coefficient: float, config: EntropyConfig, *, is_low: bool) -> float:

@@ -107,18 +107,18 @@ class StreamingDelivery:
         """Join one process group per engine, which holds the engine and its senders; returns when all are complete."""
         nodes = self._engines.node_ids(timeout_s=self._timeout_s)
         stores = self._trainer.open_stores(self._source_ranks[0], len(nodes))
-        order = side_by_side(list(nodes.values()))
+        order = side_by_side(nodes)
         channels = chain(
-            stores,
+            dict(zip(nodes, stores, strict=True)),
             order=order,
             source_ranks=self._source_ranks,
             num_engine_ranks=self._engines.num_ranks,
             timeout_s=self._timeout_s,
             backend=self._backend,
         )
-        joining = self._engines.begin_init_transport(dict(zip(nodes, channels, strict=True)))
-        first = list(nodes)[order[0]]
-        faults = self._trainer.attach_group(first, channels[order[0]])
+        joining = self._engines.begin_init_transport(channels)
+        first = order[0]
+        faults = self._trainer.attach_group(first, channels[first])
         self._engines.wait(joining, timeout_s=self._timeout_s)
         if fault := next(filter(None, faults), ""):
             raise DeadlineError(fault, Place(role="engine", ranks=(first,)))

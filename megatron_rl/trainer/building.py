@@ -30,6 +30,13 @@ def model_options(spec: TrainerSpec) -> ModelOptions:
     )
 
 
+def policy_updates(spec: TrainerSpec) -> int:
+    """Optimizer steps of the policy in the whole run. It waits during the warm-up of a critic."""
+    has_critic = "values" in needed_columns(spec.algorithm)
+    num_waits = spec.config.critic.warmup_steps if has_critic else 0
+    return spec.total_updates - num_waits * spec.algorithm.updates_per_step
+
+
 def held_shards(model: ModelSpec, spec: TrainerSpec, position: Position) -> tuple[Shard, ...]:
     """What this rank holds of a Hugging Face model."""
     return rank_shards(

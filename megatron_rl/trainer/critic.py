@@ -45,6 +45,10 @@ class Critic:
         """Whether the policy waits in the step that begins with this version."""
         return policy_version < self._config.warmup_steps
 
+    def steps_alone(self, finished_steps: int) -> int:
+        """In how many of the first `finished_steps` steps of the run the policy has waited."""
+        return min(finished_steps, self._config.warmup_steps)
+
     def values(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
         """Values of the states before the response tokens of every micro batch, [R] each; last stage only.
 

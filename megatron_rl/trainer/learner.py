@@ -9,7 +9,8 @@ the first mini batch. Batch normalisation and means over kept tokens need that f
 
 The schedule of the learning rate advances by the configured number of optimizer steps in every training step. Groups
 that were dropped and updates that were skipped do not stretch it. A decay over the whole run follows the steps, also if
-a resume changes the number of optimizer steps of each.
+a resume changes the number of optimizer steps of each. The policy's schedule begins after the critic's warm-up, because
+Adam's first update needs the warm-up of the learning rate.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -117,16 +118,18 @@ class Learner:
                     if not alone:
                         self._update(mini_batches[number], denominators, totals, further[number], micros)
         result = self._result(totals, self._of_critic(values))
-        # after the result, which has the rate of the last update
-        self._model.finish_schedule(configured=self._configured_updates, made=totals.updates)
-        if not alone:  # the policy has not moved, which says nothing about its coefficients
+        if not alone:  # else the policy has not moved, which says nothing about its coefficients
+            # after the result, which has the rate of the last update
+            self._model.finish_schedule(configured=algorithm.updates_per_step, made=totals.updates)
             self._adapt(result, num_responses=sum(mini.num_sequences for mini in mini_batches))
         return result
 
     def _begin_schedules(self, finished_steps: int) -> None:
-        critic = self._models.critic
-        for model in (self._model, *(() if critic is None else (critic.model,))):
-            model.begin_schedule(finished_steps, configured=self._configured_updates)
+        critic, configured, alone = self._models.critic, self._algorithm.updates_per_step, 0
+        if critic is not None:
+            alone = critic.steps_alone(finished_steps)
+            critic.model.begin_schedule(finished_steps, configured=configured)
+        self._model.begin_schedule(finished_steps - alone, configured=configured)
 
     def use_cap(self, cap: float) -> None:
         """Correct with this cap from now on."""
@@ -138,7 +141,7 @@ class Learner:
         critic = self._models.critic
         if critic is None:
             return {}
-        return (step or critic.begin_step((), ())).finish(configured=self._configured_updates)
+        return (step or critic.begin_step((), ())).finish(configured=self._algorithm.updates_per_step)
 
     def _targets(
         self, mini_batches: Sequence[LoadedMiniBatch], prepared: Sequence[tuple[Denominators, Sequence[Prepared]]]
@@ -182,11 +185,6 @@ class Learner:
         """Whether weights or denominators are sums of the whole step, advantages are of tokens, or a critic learns."""
         needs_tokens = self._token_advantage is not None or self._models.critic is not None
         return self._algorithm.needs_all_logprobs or needs_tokens
-
-    @property
-    def _configured_updates(self) -> int:
-        """Optimizer steps of a training step."""
-        return self._algorithm.num_epochs * self._algorithm.num_mini_batches
 
     def logprobs(self, micro_batches: Sequence[LoadedMicroBatch]) -> list[torch.Tensor]:
         """Log-probabilities of every micro batch's responses, [R] each, without gradients; last stage only."""

@@ -304,6 +304,7 @@ class LearnedModel:
     def begin_schedule(self, finished_steps: int, *, configured: int) -> None:
         """Put a decay over the whole run where a step begins, whose optimizer steps are `configured`.
 
+        `finished_steps` are those in which this model could learn: a policy waits during the critic's warm-up.
         The position moves only after a resume with another number of optimizer steps a step, once the warm-up is over:
         a warm-up counts the optimizer steps that were made. It is then as if all `finished_steps` had had the present
         number, and the warm-up keeps its share of these steps, so the rate goes on from where it was. Any other

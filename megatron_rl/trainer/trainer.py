@@ -22,7 +22,7 @@ from megatron_rl.model.packed_batch import pack_batch
 from megatron_rl.model.parallel import Position, device
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.trainer import probe
-from megatron_rl.trainer.building import build_further, held_shards, model_options
+from megatron_rl.trainer.building import build_further, held_shards, model_options, policy_updates
 from megatron_rl.trainer.learner import Learner
 from megatron_rl.trainer.loaded_batch import FetchColumns
 from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof, TrainerSpec
@@ -72,7 +72,7 @@ class Trainer:
         progress.mark("optimizer")
         config = spec.config
         self._policy = LearnedModel.of(
-            models, config.optimizer, dtype=config.dtype, total_updates=spec.total_updates, fp8=config.fp8
+            models, config.optimizer, dtype=config.dtype, total_updates=policy_updates(spec), fp8=config.fp8
         )
         self._further = build_further(spec, position, self._policy)
         self._learner = self._build_learner()

@@ -31,6 +31,8 @@ WRITER = 0
 
 _COPIED_SUFFIXES = {".json", ".txt", ".model", ".jinja", ".tiktoken"}
 """Suffixes of tokenizer, chat template and generation settings; weights and their index are written anew."""
+_TEMPLATES = "additional_chat_templates"
+"""Folder in which `transformers` saves all chat templates but the one named `default`."""
 
 Roster = dict[str, list[tuple[int, tuple[Shard, ...]]]]
 """By Hugging Face name: the ranks that own boxes, with their shards."""
@@ -172,9 +174,11 @@ def _write(
 
 
 def _copy_rest(source: Path, destination: Path, dtype: torch.dtype) -> None:
-    for path in source.iterdir():
+    for path in [*source.iterdir(), *(source / _TEMPLATES).glob("*.jinja")]:
         if path.is_file() and path.suffix in _COPIED_SUFFIXES and not path.name.endswith(".index.json"):
-            shutil.copyfile(path, destination / path.name)
+            copy = destination / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
     config = json.loads((source / "config.json").read_text())
     key = "torch_dtype" if "torch_dtype" in config else "dtype"
     config[key] = str(dtype).removeprefix("torch.")

@@ -125,8 +125,8 @@ class Tokenizer:
         return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
     def decode(self, token_ids: TokenIds) -> str:
-        """Text of [T] ids, without special tokens."""
-        return self._hub.decode(token_ids.tolist(), skip_special_tokens=True)
+        """Text of [T] ids, without special tokens; spaces stay, also where `tokenizer_config.json` has them removed."""
+        return self._hub.decode(token_ids.tolist(), skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     def facts(self) -> TokenizerFacts:
         """Facts for other processes.

@@ -44,7 +44,7 @@ class RewardOutcome:
     is_late: bool = False
     """The error is that the call exceeded its time or its CPU seconds."""
     misuse: str = ""
-    """The function returned something that is neither a number nor a dict with `score`."""
+    """The function returned neither a number nor a dict with `score`, or an `acc` that is no number."""
 
 
 def load_reward(function: str) -> Callable[..., object]:
@@ -139,27 +139,39 @@ def _failed(error: BaseException) -> RewardOutcome:
 def read_outcome(returned: object, *, function: str) -> RewardOutcome:
     """Outcome of a returned number, or of a dict with a number under `score`; its further numbers become details.
 
-    A detail that is not finite is left out, but an `acc` is an error then: evaluations would take `score` in its place.
+    A single value of numpy or torch counts as a number, also a boolean. A detail that is no finite number is left out,
+    but an `acc` is refused then, unless it is None: evaluations would take `score` in its place.
     """
-    reward = returned.get("score") if isinstance(returned, Mapping) else returned
+    reward = _plain(returned.get("score") if isinstance(returned, Mapping) else returned)
     if not isinstance(reward, Real):
         return RewardOutcome(
             misuse=f"{FIELD}: {function} returned {returned!r:.200}; it must return a number, or a dict with `score`"
         )
     if not math.isfinite(number := _float(reward)):
         return RewardOutcome(error=f"returned {_shown(reward)}, which is not finite as a float")
-    accuracy = returned.get("acc") if isinstance(returned, Mapping) else None
+    accuracy = _plain(returned.get("acc")) if isinstance(returned, Mapping) else None
     if isinstance(accuracy, Real) and not math.isfinite(_float(accuracy)):
         return RewardOutcome(error=f"returned `acc` = {_shown(accuracy)}, which is not finite as a float")
+    if not isinstance(accuracy, Real | None):
+        return RewardOutcome(
+            misuse=f"{FIELD}: {function} returned `acc` = {accuracy!r:.200}; it must be a number from 0 to 1, or None "
+            "where the accuracy is `score`"
+        )
     return RewardOutcome(reward=number, details=_details(returned))
 
 
 def _details(returned: object) -> tuple[tuple[str, float], ...]:
     if not isinstance(returned, Mapping):
         return ()
-    numbers = ((str(name), value) for name, value in returned.items() if name != "score")
-    details = ((name, _float(value)) for name, value in numbers if isinstance(value, Real))
+    values = ((str(name), _plain(value)) for name, value in returned.items() if name != "score")
+    details = ((name, _float(value)) for name, value in values if isinstance(value, Real))
     return tuple((name, value) for name, value in details if math.isfinite(value))
+
+
+def _plain(value: object) -> object:
+    """A single value of numpy or torch, one without dimensions, as Python's; other values as they are."""
+    item = getattr(value, "item", None)
+    return item() if callable(item) and getattr(value, "ndim", None) == 0 else value
 
 
 def _float(value: Real) -> float:

@@ -55,8 +55,8 @@ class ResponseScorer:
         """Scores of a group's responses, [G], in order.
 
         Raises:
-            RewardBrokenError: the reward function returned neither a number nor a dict with `score`, or it has failed
-                for every response so far.
+            RewardBrokenError: the reward function returned neither a number nor a dict with `score`, or an `acc` that
+                is no number, or it has failed for every response so far.
             ProcessLostError: the server of the workers died.
         """
         assert self._workers is not None, "`start` comes before `score`"

@@ -1,11 +1,13 @@
 """One record per forward of an engine; forward-cost models, timelines and simulators read them.
 
 Recording is always on: it costs a few microseconds per forward, and records stay in the worker until they are drained.
-On a CUDA device a pair of events gives a forward's duration and is read at draining; elsewhere the clock gives it.
+On a CUDA device a pair of events gives a forward's duration, elsewhere the clock gives it. The newest `NUM_RECENT`
+records keep their events, because the device may still run these forwards. Older ones are packed into bytes.
 
-Invariant: at most `CAPACITY` records are held; the oldest are overwritten and counted.
+Invariant: every forward is drained once, in the order of recording. It takes 28 bytes until then.
 """
 
+import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +35,11 @@ In older traces `num_running` has the 32 bits of the first two counts: they read
 Forwards = npt.NDArray[np.void]
 """[N] of `FORWARD`."""
 
-CAPACITY = 1 << 18
+_ROW = struct.Struct("=dHHiqf")
+"""Bytes of one row of `FORWARD`."""
+
+NUM_RECENT = 256
+"""Newest forwards that may not have ended; far more than an engine submits ahead of its device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,38 +52,42 @@ class ForwardRecord:
     num_scheduled_tokens: int
     num_context_tokens: int
     seconds: Callable[[], float]
-    """Returns the duration; called at draining, because a device may still be running the forward before."""
+    """Returns the duration; waits for the device if the forward has not ended."""
 
 
 class ForwardLog:
-    """Bounded buffer of forwards, drained in batches."""
+    """Forwards since the last draining."""
 
-    def __init__(self, capacity: int = CAPACITY) -> None:
-        self._records: deque[ForwardRecord] = deque(maxlen=capacity)
-        self.num_lost = 0
-        """Records that were overwritten before they were drained."""
+    def __init__(self, num_recent: int = NUM_RECENT) -> None:
+        """`num_recent`: newest records whose durations are not asked for before draining."""
+        self._num_recent = num_recent
+        self._recent: deque[ForwardRecord] = deque()
+        self._packed = bytearray()
+        """Rows of the forwards before them."""
 
     def append(self, record: ForwardRecord) -> None:
         """Add one forward."""
-        if len(self._records) == self._records.maxlen:
-            self.num_lost += 1
-        self._records.append(record)
+        self._recent.append(record)
+        if len(self._recent) > self._num_recent:
+            self._pack_oldest()
 
     def drain(self) -> bytes:
         """Return all records as the bytes of an array of `FORWARD`, and clear the log."""
-        rows = [
-            (
-                r.started_at_s,
-                r.num_running,
-                r.num_preempted,
-                r.num_scheduled_tokens,
-                r.num_context_tokens,
-                r.seconds(),
-            )
-            for r in self._records
-        ]
-        self._records.clear()
-        return np.array(rows, dtype=FORWARD).tobytes()
+        while self._recent:
+            self._pack_oldest()
+        packed, self._packed = self._packed, bytearray()
+        return bytes(packed)
+
+    def _pack_oldest(self) -> None:
+        record = self._recent.popleft()
+        self._packed += _ROW.pack(
+            record.started_at_s,
+            record.num_running,
+            record.num_preempted,
+            record.num_scheduled_tokens,
+            record.num_context_tokens,
+            record.seconds(),
+        )
 
 
 def decode_forwards(data: bytes) -> Forwards:

@@ -8,7 +8,7 @@ Callers use the `Sender` and `Inbox` protocols only: a new transport is one more
 Invariant: a bucket that `Inbox.take` returns has been verified against its trailer.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -91,19 +91,19 @@ class GroupChannel:
 
 
 def chain(
-    stores: Sequence[StoreAddress],
+    stores: Mapping[int, StoreAddress],
     *,
     order: Sequence[int],
     source_ranks: tuple[int, ...],
     num_engine_ranks: int,
     timeout_s: float,
     backend: Backend = "gloo",
-) -> tuple[GroupChannel, ...]:
+) -> dict[int, GroupChannel]:
     """Channels of a chain of engines, by engine number: the trainer sends to the first, each engine to the next.
 
     Args:
-        stores: a store for each engine.
-        order: numbers of all engines, from the first of the chain to the last.
+        stores: a store for each engine of the chain, by engine number.
+        order: numbers of these engines, from the first of the chain to the last.
         source_ranks: trainer ranks that send.
         num_engine_ranks: number of ranks of each engine.
         timeout_s: limit for joining.
@@ -121,16 +121,17 @@ def chain(
             timeout_s=timeout_s,
             onward=behind,
         )
-    return tuple(channels[engine] for engine in range(len(stores)))
+    return {engine: channels[engine] for engine in stores}
 
 
-def side_by_side(nodes: Sequence[str]) -> list[int]:
+def side_by_side(nodes: Mapping[int, str]) -> list[int]:
     """Numbers of engines, ordered so that engines of one node are adjacent and a chain enters every node once.
 
     Args:
         nodes: the node of each engine, by engine number.
     """
-    return sorted(range(len(nodes)), key=lambda engine: nodes.index(nodes[engine]))
+    entered = list(nodes.values())
+    return sorted(nodes, key=lambda engine: entered.index(nodes[engine]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,9 @@ def test_from_the_second_epoch_on_requests_find_their_history_also_after_it_was_
     assert [row["step"] for row in steps] == list(range(len(steps))) and len(steps) >= STOPPED_AFTER
     assert all(row["reward/errors"] == row["batch/aborted_responses"] == 0 for row in steps)
     assert all(row["batch/max_staleness"] <= 1 for row in steps)
-    hits = [row["history/hit_rate"] for row in steps]
+    hits = [row.get("history/hit_rate") for row in steps]
     assert hits[0] == 0.0  # the second step also samples the first prompts of the next epoch
-    assert any(hit > 0 for hit in hits[2:KILLED_AFTER])  # on a busy machine a segment may come late, which is no fault
+    assert any(hits[2:KILLED_AFTER])  # on a busy machine a segment may come late, which is no fault
     # the last step may have begun no request: nothing is sampled ahead once the run is to stop
     assert 1.0 in hits[STOPPED_AFTER - 1 :]
     assert sum(row["history/lost_calls"] for row in steps) > 0
@@ -28,7 +28,7 @@ def test_from_the_second_epoch_on_requests_find_their_history_also_after_it_was_
     assert all(-1 <= row.get("history/length_rank_correlation", 0) <= 1 for row in steps)
     # how much is drafted is decided by price, that is by the clock: nothing is asked of it here
     # a step that was sampled ahead has no forward of its own
-    assert all(row["history/tokens_per_forward"] == 0 or row["history/tokens_per_forward"] >= 1 for row in steps)
+    assert all(row.get("history/tokens_per_forward", 1) >= 1 for row in steps)
 
 
 @pytest.mark.slow

@@ -19,6 +19,8 @@ from tests.support.deadline import DEADLINE_S
 from tests.support.scored_groups import scored_group
 
 NUM_GROUPS = 8
+NUM_DEATHS = 3
+"""Of the first scorer, over all tests here."""
 
 
 @pytest.fixture(scope="module")
@@ -28,22 +30,19 @@ def model(tmp_path_factory):
     return str(directory)
 
 
-@pytest.fixture
-def started(running, model):
-    made = []
-
-    def start(num_scorers=1, **config):
-        reward = RewardConfig(function="tests.support.reward_functions.moody", num_scorers=num_scorers, **config)
-        made.append(
-            running.start_text_processes(
-                TokenizerSource(directory=model), reward, [running.nodes[0].name] * num_scorers
-            )
-        )
-        return made[-1]
-
-    yield start
-    for text in made:
-        running.end(text.actors)
+@pytest.fixture(scope="module")
+def text(running, model):
+    """A text actor and two scorers; whatever a test kills has started again when its last call has ended."""
+    reward = RewardConfig(
+        function="tests.support.reward_functions.moody",
+        num_scorers=2,
+        num_workers=2,
+        timeout_s=DEADLINE_S,
+        max_restarts=NUM_DEATHS,
+    )
+    made = running.start_text_processes(TokenizerSource(directory=model), reward, [running.nodes[0].name] * 2)
+    yield made
+    running.end(made.actors)
 
 
 def submit(scorer, model, number, texts):
@@ -72,11 +71,9 @@ def wait_for(condition):
         time.sleep(0.05)
 
 
-def test_a_hung_response_delays_neither_other_groups_nor_samples(started, model, tmp_path):
+def test_a_hung_response_delays_neither_other_groups_nor_samples(text, model, tmp_path):
     """The time limit of the hung response is longer than the test: it ends by a file, after all else has come."""
-    text = started(num_workers=2, timeout_s=DEADLINE_S)
-    (scorer,) = text.scorers
-    end = tmp_path / "end"
+    scorer, end = text.scorers[0], tmp_path / "end"
     hung = submit(scorer, model, 0, ["fine", f"until {end}"])
     others = [submit(scorer, model, number, ["fine"] * 4) for number in range(1, NUM_GROUPS)]
     answers = ray.get(others, timeout=DEADLINE_S)
@@ -92,9 +89,8 @@ def test_a_hung_response_delays_neither_other_groups_nor_samples(started, model,
 
 
 @pytest.mark.parametrize("victim", ["scorer", "server of the workers"])
-def test_after_a_death_no_group_is_lost_and_no_worker_is_left(started, model, tmp_path, victim):
-    (scorer,) = started(num_workers=2, timeout_s=DEADLINE_S).scorers
-    end = tmp_path / "end"
+def test_after_a_death_no_group_is_lost_and_no_worker_is_left(text, model, tmp_path, victim):
+    scorer, end = text.scorers[0], tmp_path / "end"
     before = ray.get(submit(scorer, model, 9, ["fine"]), timeout=DEADLINE_S).process
     (server,) = psutil.Process(before.pid).children()
     workers = server.children()
@@ -108,8 +104,8 @@ def test_after_a_death_no_group_is_lost_and_no_worker_is_left(started, model, tm
     assert all(answer.process != before for answer in answers)
 
 
-def test_a_text_actor_that_dies_writes_the_samples_after_its_restart(started, tmp_path):
-    actor = started().text_actor
+def test_a_text_actor_that_dies_writes_the_samples_after_its_restart(text, tmp_path):
+    actor = text.text_actor
 
     def write(name):
         options = {"samples_path": str(tmp_path / name), "traces_path": "", "num_returned": 1}
@@ -121,9 +117,9 @@ def test_a_text_actor_that_dies_writes_the_samples_after_its_restart(started, tm
     assert after != before and {path.name for path in tmp_path.iterdir()} == {"first", "second"}
 
 
-def test_a_process_answers_its_heartbeat_while_its_work_waits(started, model, tmp_path):
+def test_a_process_answers_its_heartbeat_while_its_work_waits(text, model, tmp_path):
     """The scorer waits for a response without end, and the text actor for an object that comes after that."""
-    text, end = started(timeout_s=DEADLINE_S), tmp_path / "end"
+    end = tmp_path / "end"
     hung = submit(text.scorers[0], model, 0, [f"until {end}"])
     group = replace(scored_group(0), columns=(hung,))
     writing = text.text_actor.write_samples.remote(
@@ -136,11 +132,10 @@ def test_a_process_answers_its_heartbeat_while_its_work_waits(started, model, tm
 
 
 @pytest.mark.parametrize("name", ["scorer", "text actor"])
-def test_a_frozen_process_is_missed_and_its_successor_takes_over_its_call(started, model, tmp_path, name, monkeypatch):
+def test_a_frozen_process_is_missed_and_its_successor_takes_over_its_call(text, model, tmp_path, name, monkeypatch):
     """Only the heartbeat ends it: the time limits of the work are longer than the test."""
     monkeypatch.setattr(heartbeat, "SILENT_S", 2.0)
     monkeypatch.setattr(heartbeat, "LOOK_EVERY_S", 0.2)
-    text = started(timeout_s=DEADLINE_S)
     actor = text.scorers[0] if name == "scorer" else text.text_actor
 
     def work(number):
@@ -160,9 +155,8 @@ def test_a_frozen_process_is_missed_and_its_successor_takes_over_its_call(starte
     assert ray.get(call, timeout=DEADLINE_S).process != before
 
 
-def test_scorers_work_side_by_side(started, model, tmp_path):
-    scorers = started(num_scorers=2, timeout_s=DEADLINE_S).scorers
-    end = tmp_path / "end"
+def test_scorers_work_side_by_side(text, model, tmp_path):
+    scorers, end = text.scorers, tmp_path / "end"
     hung = submit(scorers[0], model, 0, [f"until {end}"])
     answer = ray.get(submit(scorers[1], model, 1, ["fine"]), timeout=DEADLINE_S)
     end.touch()

@@ -55,7 +55,7 @@ class Setup:
     folder: Path
     spec: TrainerSpec
     required: tuple[Required, ...]
-    channels: tuple[GroupChannel, ...]
+    channels: Mapping[int, GroupChannel]
     """Of each engine of a chain; empty for colocated ranks."""
     addresses: "tuple[processes.SimpleQueue, ...]"
     """By engine rank: where its trainer rank shows each publish."""
@@ -221,7 +221,7 @@ def setup_of(family: str, way: str, folder: Path, stores: list[StoreServer]) -> 
         spec=replace(spec, config=spec.config.model_copy(update={"dtype": "bf16"})),
         required=tuple(halves(whole, rank) for rank in range(RANKS)),
         channels=chain(
-            [store.address for store in stores],
+            {engine: store.address for engine, store in enumerate(stores)},
             order=range(len(stores)),
             source_ranks=tuple(range(RANKS)),
             num_engine_ranks=RANKS,

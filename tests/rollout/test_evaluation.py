@@ -6,7 +6,16 @@ from pathlib import Path
 import pytest
 
 from rollout.config import EvalSetConfig
-from rollout.evaluation import EvaluationRow, accuracy, changes, evaluation_rows, not_compared, settings_digest
+from rollout.evaluation import (
+    EvaluationRow,
+    accuracy,
+    changes,
+    evaluation_rows,
+    not_compared,
+    notes,
+    other_scales,
+    settings_digest,
+)
 from rollout.types import Score, ScoreStatus
 from tests.support.scored_groups import scored_group
 
@@ -31,6 +40,46 @@ def test_a_failed_call_lowers_an_average_of_accuracies_to_no_less_than_a_wrong_a
     groups = [replace(scored_group(1), scores=(right, failed) * 2)]
     (row,) = evaluation_rows("held", groups, format="bf16", step=0, settings="s")
     assert (row.average, row.passed, row.settings) == (0.5, 1.0, "s")
+
+
+def scored(rewards: tuple[float, ...], accuracy: float | None = None) -> EvaluationRow:
+    """The row of a set with one group."""
+    details = () if accuracy is None else (("acc", accuracy),)
+    scores = tuple(Score(reward=reward, status=ScoreStatus.OK, details=details) for reward in rewards)
+    groups = [replace(scored_group(1, num_samples=len(rewards)), scores=scores)]
+    (row,) = evaluation_rows("held", groups, format="bf16", step=0, settings="s")
+    return row
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (scored((0.0, 1.0, 1.0)), None),
+        (scored((0.25, 1.0000000000000002)), None),
+        (scored((-1.0, 1.0, 1.0)), -1.0),
+        (scored((-1.0, 1.0, 1.0), accuracy=1.0), None),
+        (scored((0.0, 3.0, -2.5)), -2.5),
+        (scored((0.0, 1.0), accuracy=85.0), 85.0),
+    ],
+)
+def test_a_mean_of_scores_outside_0_to_1_is_no_accuracy_wherever_it_lies(
+    row: EvaluationRow, expected: float | None
+) -> None:
+    assert row.other_scale == row.outside == expected
+    said = other_scales([row, replace(row, step=3)])
+    assert list(said) == ([] if expected is None else ["held"])
+    if expected is not None:
+        assert said["held"].startswith(f"held: the score {expected:g} is not between 0 and 1, so avg@k is a mean ")
+        assert "as `acc` beside `score`" in said["held"]
+
+
+def test_one_evaluation_with_scores_of_another_scale_takes_the_points_from_a_change() -> None:
+    rows = [replace(scored((-1.0, 1.0)), step=0), replace(scored((1.0, 1.0)), step=9)]
+    assert [row.other_scale for row in rows] == [-1.0, None]
+    (change,) = changes(rows)
+    assert (change.is_accuracy, change.gain) == (False, 1.0)
+    assert notes(rows) == list(other_scales(rows).values())
+    assert notes(rows[:1]) == [], "of a single step"
 
 
 def evaluated(step: int, settings: str, *, num_prompts: int = 8, k: int = 1, source: str = "all") -> EvaluationRow:
@@ -60,11 +109,13 @@ def test_the_digest_of_settings_changes_with_all_that_decides_the_answers_and_wi
 
 
 def test_a_row_of_an_earlier_version_is_read_and_compared_with_its_like_only() -> None:
-    earlier = {key: value for key, value in evaluated(0, "").as_row().items() if key != "settings"}
+    later = {"settings", "outside"}
+    earlier = {key: value for key, value in evaluated(0, "").as_row().items() if key not in later}
     row = EvaluationRow.from_row(earlier)
     assert row == evaluated(0, "") and EvaluationRow.from_row(row.as_row()) == row
     (change,) = changes([row, evaluated(3, ""), evaluated(0, "b"), evaluated(6, "a")])
     assert (change.before.step, change.after.step) == (0, 3)
+    assert EvaluationRow.from_row({**earlier, "average": -0.8}).other_scale == -0.8
 
 
 def test_evaluations_of_other_settings_are_not_compared_and_pairs_stand_in_the_order_of_their_rows() -> None:

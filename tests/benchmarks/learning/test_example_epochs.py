@@ -74,3 +74,16 @@ def test_a_whole_warm_start_is_kept_on_resume_and_a_quick_one_never_takes_its_pl
     quick = warm_start(work, quick=True, resume=True)
     assert quick != work and len(made) == 6 and all(str(quick) in line for line in made[3:])
     assert warm_start(work, quick=False) == work and len(made) == 9, "made anew without resume"
+
+
+def test_an_epoch_without_a_draft_has_no_acceptance_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps record a mean only if they have something to count."""
+    always = {"reward/mean": 0.5, "response_length/mean": 9.0, "timing_s/rollout": 1.0, "history/drafted_tokens": 0.0}
+    steps = [{**always, "history/tokens_per_forward": 1.0}, {**always, "history/acceptance_rate": 0.75}]
+    monkeypatch.setattr(example_epochs, "few_prompts", lambda warm, path, number: path)
+    monkeypatch.setattr(example_epochs, "watch", lambda command, *, log: (0, None, None))
+    monkeypatch.setattr(example_epochs, "held_out_accuracy", lambda run_dir: (0.1, 0.2))
+    monkeypatch.setattr(example_epochs, "read_metrics", lambda run_dir: steps)
+    first, second = example_epochs.run(tmp_path, tmp_path / "work", seed=1, drafts=True, quick=True)
+    assert "acceptance_rate" not in first and first["tokens_per_forward"] == 1.0
+    assert "tokens_per_forward" not in second and second["acceptance_rate"] == 0.75

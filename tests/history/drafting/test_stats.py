@@ -20,8 +20,29 @@ def test_stats_are_added_field_by_field() -> None:
     assert both.metrics()["history/accepted_share/history"] == 0.5
 
 
-def test_metrics_without_drafts_are_finite() -> None:
-    assert all(value == 0.0 for value in DraftStats().metrics().values())
+def test_a_mean_without_observations_is_left_out_and_sums_are_zero() -> None:
+    assert DraftStats().metrics() == {
+        "history/drafted_tokens": 0.0,
+        "history/accepted_tokens": 0.0,
+        "history/damaged_segments": 0.0,
+        "history/propose_s": 0.0,
+        "history/saved_s_estimated": 0.0,
+    }
+    assert DraftStats().calibration_error() is None
+
+
+@pytest.mark.parametrize(
+    ("stats", "means"),
+    [
+        (DraftStats(num_rows=2, num_emitted=3), {"tokens_per_forward": 1.5}),
+        (DraftStats(num_drafted=4), {"acceptance_rate": 0.0}),
+        (DraftStats(num_requests=5), {"hit_rate": 0.0}),
+        (DraftStats(num_requests=5, num_hits=1), {"hit_rate": 0.2}),
+    ],
+)
+def test_each_mean_needs_its_own_observations_only(stats: DraftStats, means: dict[str, float]) -> None:
+    found = {name: value for name, value in stats.metrics().items() if name not in DraftStats().metrics()}
+    assert found == {f"history/{name}": value for name, value in means.items()}
 
 
 def test_calibration_error_is_the_weighted_gap() -> None:

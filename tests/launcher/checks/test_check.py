@@ -111,6 +111,43 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ],
         ),
         (
+            ["algorithm.advantage=discounted_returns"],
+            [
+                "`algorithm.advantage` = discounted_returns and `algorithm.filter` = zero_variance: the filter would "
+                "drop groups of equal rewards",
+                "set filter to none, or to accuracy",
+            ],
+        ),
+        (["algorithm.advantage=gae"], ["`algorithm.advantage` = gae and `algorithm.filter` = zero_variance"]),
+        (
+            ["algorithm.max_refill=2", "algorithm.filter=none", "algorithm.advantage=gae"],
+            ["`algorithm.filter` = none", "set filter to accuracy (or zero_variance with an advantage over groups)"],
+        ),
+        (
+            ["algorithm.kl.coefficient=0.01"],
+            [
+                "`algorithm.kl.coefficient` = 0.01 with `algorithm.kl.place` = none: no divergence is computed",
+                "set `algorithm.kl.place` to loss or reward, or leave algorithm.kl out",
+            ],
+        ),
+        (["algorithm.kl.horizon=99"], ["`algorithm.kl.horizon` = 99 with `algorithm.kl.place` = none"]),
+        (
+            ["algorithm.kl.place=loss", "algorithm.kl.coefficient=0", "algorithm.kl.target=0.02"],
+            ["`algorithm.kl.coefficient` = 0 with `algorithm.kl.target` = 0.02", "set it above 0"],
+        ),
+        (
+            ["algorithm.correction={mode: tis_token, cap: 2.0}", "algorithm.correction.preset=decoupled_seq_is"],
+            [
+                "`algorithm.correction.preset` = decoupled_seq_is with `algorithm.correction.mode` = tis_token: the "
+                "preset sets tis_sequence",
+                "set `algorithm.correction={preset: decoupled_seq_is}`",
+            ],
+        ),
+        (
+            ["algorithm.correction.rejections=[]", "algorithm.correction.preset=decoupled_k3_rs"],
+            ["`algorithm.correction.rejections` = []: the preset sets [{statistic: seq_mean_k3, high: 0.01}]"],
+        ),
+        (
             ["algorithm.max_refill=2", "algorithm.advantage=tests.megatron_rl.algorithm.own_functions.of_batch"],
             ["of_batch: its advantages are known once all groups of the step are", "set max_refill to 0"],
         ),

@@ -11,7 +11,7 @@ def test_defaults_and_a_whole_example_are_accepted() -> None:
         constraint="[rack1|rack2]&h100",
         exclude="n[01-04,7]",
         time="2-00:00:00",
-        extra=("--mail-type=END", "-J name"),
+        extra=("--mail-type=END", "-w node3"),
         container=ContainerConfig(kind="pyxis", image="lab/rl:1", mounts=("/data:/data", "/a:/b:ro")),
         modules=("cuda/12.8",),
         environment=("WANDB_API_KEY",),
@@ -35,6 +35,22 @@ def test_defaults_and_a_whole_example_are_accepted() -> None:
             ("--no-requeue",),
             "`cluster.slurm.extra` = '--no-requeue': the script sets --no-requeue itself; copy",
         ),
+        ("extra", ("-N4",), "`cluster.slurm.extra` = '-N4': the script sets --nodes itself; set `cluster.slurm.nodes`"),
+        ("extra", ("-n 16",), "`cluster.slurm.extra` = '-n 16': the script sets --ntasks itself; copy the template"),
+        ("extra", ("-c 8",), "`cluster.slurm.extra` = '-c 8': the script sets --cpus-per-task itself; set `cluster"),
+        (
+            "extra",
+            ("-t 10",),
+            "`cluster.slurm.extra` = '-t 10': the script sets --time itself; set `cluster.slurm.time`",
+        ),
+        ("extra", ("-J name",), "`cluster.slurm.extra` = '-J name': the script sets --job-name itself; set `cluster"),
+        ("extra", ("-G 16",), "`cluster.slurm.extra` = '-G 16': set `cluster.slurm.gpus_per_node`, and name a type"),
+        (
+            "extra",
+            ("--gpus-per-node=h100:8",),
+            "`cluster.slurm.extra` = '--gpus-per-node=h100:8': set `cluster.slurm.g",
+        ),
+        ("extra", ("--gres=gpu:8",), "`cluster.slurm.extra` requests 8 GPU(s) of each node by --gres, but `cluster.sl"),
         ("environment", ("KEY=secret",), "`cluster.slurm.environment` = 'KEY=secret' is no variable name; give names"),
         ("modules", ("cuda 12",), "`cluster.slurm.modules` = 'cuda 12' is not one word"),
         ("interface", "ib0; rm", "`cluster.slurm.interface` = 'ib0; rm' is no interface name"),
@@ -51,6 +67,13 @@ def test_defaults_and_a_whole_example_are_accepted() -> None:
 def test_a_bad_value_is_one_problem_that_names_it(key: str, value: object, problem: str) -> None:
     (found,) = slurm_problems(SlurmConfig(**{key: value}))
     assert found.startswith(problem)
+
+
+@pytest.mark.parametrize("option", ["--gres=gpu:h100:8", "--gres=gpu:8", "--gres nvme:1,gpu:h100:6,gpu:a100:2"])
+def test_gpus_of_a_type_are_as_many_as_the_run_uses(option: str) -> None:
+    assert slurm_problems(SlurmConfig(gpus_per_node=8, extra=(option,))) == []
+    (found,) = slurm_problems(SlurmConfig(gpus_per_node=4, extra=(option,)))
+    assert "requests 8 GPU(s) of each node by --gres, but `cluster.slurm.gpus_per_node` = 4; set both" in found
 
 
 def test_a_stop_must_come_before_the_time_limit_and_after_the_start() -> None:

@@ -34,6 +34,7 @@ def test_a_healthy_node_has_no_problem() -> None:
         ({"packages": {"torch": "2.12.0"}}, "torch is 2.12.0, but 2.13.0 where the job was submitted"),
         ({"packages": {}}, "torch is missing, but 2.13.0"),
         ({"num_gpus": 7}, "7 GPU(s), but `cluster.slurm.gpus_per_node` = 8"),
+        ({"num_gpus": 9}, "9 GPU(s), but `cluster.slurm.gpus_per_node` = 8; set it to 9"),
         ({"gpu_processes": ("411, python",)}, "other processes use its GPUs: 411, python"),
         ({"shm_bytes": 5}, "/dev/shm has 5 bytes free"),
         ({"disk_bytes": 5}, "/tmp has 5 bytes free"),
@@ -44,6 +45,12 @@ def test_a_healthy_node_has_no_problem() -> None:
 def test_a_fault_is_exactly_one_problem(fault: dict[str, object], problem: str) -> None:
     (found,) = node_problems(replace(HEALTHY, **fault), NEEDS)
     assert found.startswith(problem)
+
+
+def test_gpus_that_ray_would_not_count_are_a_problem_in_a_job_only() -> None:
+    (found,) = node_problems(HEALTHY, replace(NEEDS, num_gpus=0))
+    assert found.startswith("8 GPU(s), but `cluster.slurm.gpus_per_node` = 0; set it to 8")
+    assert node_problems(HEALTHY, replace(NEEDS, num_gpus=None)) == []
 
 
 def test_this_node_is_read(tmp_path: Path) -> None:
@@ -84,6 +91,36 @@ def test_processes_on_gpus_that_the_run_may_not_use_are_no_fault(
 )
 def test_a_slow_file_system_is_no_wrong_clock(written_s: float, difference_s: float) -> None:
     assert clock_difference_s(100.0, written_s, 107.5) == difference_s
+
+
+@pytest.mark.parametrize("begun_s", [100 + tenths / 10 for tenths in range(10)])
+def test_a_file_server_that_keeps_whole_seconds_has_no_wrong_clock(begun_s: float) -> None:
+    assert clock_difference_s(begun_s, float(int(begun_s)), begun_s + 0.01, resolution_s=1.0) == 0
+
+
+def test_a_wrong_clock_is_found_by_whole_seconds() -> None:
+    assert clock_difference_s(103.2, 100.0, 103.3, resolution_s=1.0) == pytest.approx(2.2)
+    assert clock_difference_s(103.2, 106.0, 103.3, resolution_s=1.0) == pytest.approx(-2.7)
+
+
+class Canary(type(Path())):  # type: ignore[misc]  # the class of paths of this system
+    """A file that another clock has written."""
+
+    mtime_ns = 0
+
+    def stat(self, *, follow_symlinks: bool = True) -> os.stat_result:
+        if self.name == "canary":
+            os.utime(self, ns=(self.mtime_ns, self.mtime_ns))
+        return super().stat(follow_symlinks=follow_symlinks)
+
+
+@pytest.mark.parametrize(("mtime_ns", "skew_s"), [(100 * 10**9, 0.0), (100 * 10**9 + 10**8, 0.8)])
+def test_a_file_time_of_whole_seconds_is_known_by_its_nanoseconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mtime_ns: int, skew_s: float
+) -> None:
+    monkeypatch.setattr("launcher.cluster.health.time.time", lambda: 100.9)
+    monkeypatch.setattr(Canary, "mtime_ns", mtime_ns)
+    assert node_facts(NEEDS, Canary(tmp_path / "canary")).clock_skew_s == pytest.approx(skew_s)
 
 
 def test_the_first_healthy_nodes_are_chosen_and_the_others_named() -> None:

@@ -14,10 +14,11 @@ import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationMode
 
-from launcher.cluster import ray_cluster, ray_limits
+from launcher.cluster import alive_nodes, ray_cluster, ray_limits
+from launcher.cluster.alive_nodes import AliveNode, natural_order
 from launcher.cluster.node import RAY_START_TRIES, NodeResources
 from launcher.cluster.processes import Processes
-from launcher.cluster.ray_cluster import _RayNode, natural_order, start_ray
+from launcher.cluster.ray_cluster import start_ray
 from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError
 from rollout.failures import DeadlineError
@@ -154,7 +155,7 @@ def test_the_ray_of_a_local_run_refuses_a_process_without_its_token(running: Pro
 def test_a_joined_cluster_that_asks_for_no_token_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, mode: str, is_said: bool
 ) -> None:
-    for name, answer in (("start_ray", None), ("end_ray", None), ("_in_order", []), ("ask_nodes", ())):
+    for name, answer in (("start_ray", None), ("end_ray", None), ("alive_in_order", []), ("ask_nodes", ())):
         monkeypatch.setattr(ray_cluster, name, lambda *_, answer=answer, **__: answer)
     monkeypatch.setattr(ray_cluster, "get_authentication_mode", lambda: getattr(AuthenticationMode, mode))
     assert ray_cluster.joined_nodes(ClusterConfig(address="10.0.0.1:6379")) == ()
@@ -165,14 +166,14 @@ def test_a_joined_cluster_that_asks_for_no_token_is_named(
 def test_a_spare_node_that_does_not_answer_is_left_out_and_a_node_of_the_run_is_not(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    nodes = [_RayNode(node_id=name, name=name, labels={}) for name in ("n1", "n2", "n3")]
+    nodes = [AliveNode(node_id=name, name=name, labels={}) for name in ("n1", "n2", "n3")]
     told = NodeResources(cpu_cores=1, available_bytes=1, gpu_bytes=(), name="n3")
-    monkeypatch.setattr(ray_cluster, "_in_order", lambda: nodes)
-    monkeypatch.setattr(ray_cluster, "_answers", lambda asked: [told if node.name == "n3" else None for node in asked])
-    assert ray_cluster.other_nodes(["n1"]) == (told,)
+    monkeypatch.setattr(alive_nodes, "alive_in_order", lambda: nodes)
+    monkeypatch.setattr(alive_nodes, "_answers", lambda asked: [told if node.name == "n3" else None for node in asked])
+    assert alive_nodes.other_nodes(["n1"]) == (told,)
     assert ["n2 did not tell their resources" in record.getMessage() for record in caplog.records] == [True]
     with pytest.raises(DeadlineError, match=r"120 s for n1, n2 to tell their resources"):
-        ray_cluster.ask_nodes(nodes)
+        alive_nodes.ask_nodes(nodes)
 
 
 def _raise(message: str) -> None:

@@ -128,14 +128,49 @@ NOTHING: dict[str, list[str]] = {"processes": [], "shared memory": [], "ports": 
 DRAFTS = ("history.drafts=true", "data.train=[{path: data/few.jsonl}]")
 """Every step has the same prompts, so that engines draft from the step before."""
 
+ALIKE_STEPS = 12
+"""Steps of a second each: a signal that SLURM sends after the first of them has to come before the last."""
+
+ALIKE = ("deterministic=true", "engine.num_engines=1", f"num_steps={ALIKE_STEPS}")
+"""Overrides of runs with equal metrics."""
+
+
+class FirstJobs(NamedTuple):
+    """Jobs that run side by side, on different nodes but for one."""
+
+    two_nodes: EndedJob
+    """A run of two steps over two nodes with an engine on each, and the sockets of its nodes after the first step."""
+    undisturbed: Path
+    """Directory of a deterministic run on a third node, beside another job on the same node, which is cancelled."""
+
 
 @pytest.fixture(scope="module")
-def two_nodes(cluster: SlurmCluster, work: Path) -> EndedJob:
-    """A run of two steps over two nodes with an engine on each, and the sockets of its nodes after the first step."""
-    job, log = submit(cluster, work, *DRAFTS)
+def first_jobs(cluster: SlurmCluster, work: Path) -> FirstJobs:
+    two, log = submit(cluster, work, *DRAFTS)
+    third = "cluster.slurm.extra=[--nodelist=node3]"
+    small = ["run_dir=beside", "num_steps=99", "trainer.parallel.tensor=1", "trainer.parallel.data=1"]
+    one, its_log = submit(cluster, work, "run_dir=one_node", *ALIKE, "cluster.slurm.nodes=1", third)
+    other, other_log = submit(cluster, work, *small, "engine.num_engines=1", "cluster.slurm.nodes=1", third)
     wait_until(lambda: bool(read_rows(work / "run" / "metrics.jsonl")), log)
     sockets = {node: cluster.listening(node) for node in cluster.nodes[:2]}
-    return EndedJob(number=job, log=wait_for_end(cluster, job, log), run_dir=work / "run", sockets=sockets)
+    wait_until(lambda: at(work / "beside", 0, "rollout"), other_log)
+    cluster.login("scancel", str(other))
+    output = wait_for_end(cluster, two, log)
+    its_output, other_output = wait_for_end(cluster, one, its_log), wait_for_end(cluster, other, other_log)
+    assert its_output.rstrip().endswith("the run is done"), its_output
+    assert "was terminated" in other_output and "requeued" not in other_output, other_output
+    wait_until(lambda: left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING), other_log)
+    return FirstJobs(EndedJob(number=two, log=output, run_dir=work / "run", sockets=sockets), work / "one_node")
+
+
+@pytest.fixture(scope="module")
+def two_nodes(first_jobs: FirstJobs) -> EndedJob:
+    return first_jobs.two_nodes
+
+
+@pytest.fixture(scope="module")
+def undisturbed(first_jobs: FirstJobs) -> Path:
+    return first_jobs.undisturbed
 
 
 def test_two_nodes_run_all_steps_and_nothing_is_left_on_them(cluster: SlurmCluster, two_nodes: EndedJob) -> None:
@@ -187,29 +222,6 @@ def test_sockets_of_process_groups_listen_on_the_network_of_the_cluster_only(two
         if at.process in KERNEL_CHOOSES[:2] and low <= at.port <= high
     ]
     assert ours and [at for at in ours if at.host in WILDCARDS] == []
-
-
-ALIKE_STEPS = 12
-"""Steps of a second each: a signal that SLURM sends after the first of them has to come before the last."""
-
-ALIKE = ("deterministic=true", "engine.num_engines=1", f"num_steps={ALIKE_STEPS}")
-"""Overrides of runs with equal metrics."""
-
-
-@pytest.fixture(scope="module")
-def undisturbed(cluster: SlurmCluster, work: Path) -> Path:
-    """Directory of a deterministic run on one node, beside another job on the same node, which is cancelled."""
-    here = "cluster.slurm.extra=[--nodelist=node1]"
-    small = ["run_dir=beside", "num_steps=99", "trainer.parallel.tensor=1", "trainer.parallel.data=1"]
-    job, log = submit(cluster, work, "run_dir=one_node", *ALIKE, "cluster.slurm.nodes=1", here)
-    other, its_log = submit(cluster, work, *small, "engine.num_engines=1", "cluster.slurm.nodes=1", here)
-    wait_until(lambda: at(work / "beside", 0, "rollout"), its_log)
-    cluster.login("scancel", str(other))
-    output, its_output = wait_for_end(cluster, job, log), wait_for_end(cluster, other, its_log)
-    assert output.rstrip().endswith("the run is done"), output
-    assert "was terminated" in its_output and "requeued" not in its_output, its_output
-    wait_until(lambda: left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING), its_log)
-    return work / "one_node"
 
 
 def test_a_preempted_job_continues_with_the_metrics_of_an_undisturbed_run_on_one_node(
@@ -264,8 +276,8 @@ def test_a_spare_node_replaces_one_with_trainer_ranks_and_metrics_stay_those_of_
     cluster: SlurmCluster, work: Path, undisturbed: Path
 ) -> None:
     """The node dies in a publish."""
-    run_dir = work / "spare"
-    job, log = submit(cluster, work, "run_dir=spare", *ALIKE, "cluster.slurm.spares=1")
+    run_dir, num_steps = work / "spare", 5
+    job, log = submit(cluster, work, "run_dir=spare", *ALIKE, f"num_steps={num_steps}", "cluster.slurm.spares=1")
     wait_until(lambda: at(run_dir, 1, "publish"), log, every_s=0.01)
     cluster.kill("node2")
     output = wait_for_end(cluster, job, log)
@@ -275,8 +287,8 @@ def test_a_spare_node_replaces_one_with_trainer_ranks_and_metrics_stay_those_of_
     assert "requeued" not in output and output.rstrip().endswith("the run is done")
     rows = read_rows(run_dir / "metrics.jsonl")
     # the checkpoint under way does not count, so that the step before may be repeated, too
-    assert [row["cluster/lost_nodes"] for row in rows][1:] == [1] * (ALIKE_STEPS - 1), output
-    assert repeatable(run_dir, *COUNTS_OF_LOSSES) == repeatable(undisturbed, *COUNTS_OF_LOSSES)
+    assert [row["cluster/lost_nodes"] for row in rows][1:] == [1] * (num_steps - 1), output
+    assert repeatable(run_dir, *COUNTS_OF_LOSSES) == repeatable(undisturbed, *COUNTS_OF_LOSSES)[:num_steps]
     assert read_places(run_dir) == Places(engines=("node1",), trainers=("node1", "node1", "node3", "node3"))
     assert left_on_nodes(cluster) == dict.fromkeys(cluster.nodes, NOTHING)
 

@@ -12,6 +12,7 @@ from launcher.cluster.slurm_script import (
     RecordedTimes,
     Submission,
     fill,
+    gres_gpus,
     render,
     stop_notice_s,
 )
@@ -88,6 +89,29 @@ def test_what_is_empty_is_left_to_slurm_and_whole_nodes_are_asked_for() -> None:
 def test_memory_of_the_users_own_takes_the_place_of_the_whole_nodes() -> None:
     given = options(render(SlurmConfig(extra=("--mem=500G",)), SUBMISSION))
     assert "--mem=500G" in given and "--mem=0" not in given
+
+
+@pytest.mark.parametrize("option", ["--gres=gpu:h100:8", "--gres='gpu:h100:8'", "--gres nvme:1,gres:gpu:8"])
+def test_gpus_of_a_type_take_the_place_of_gpus_without_one(option: str) -> None:
+    """SLURM refuses a job that requests both."""
+    given = options(render(SlurmConfig(gpus_per_node=8, extra=(option,)), SUBMISSION))
+    assert option in given and not any(one.startswith("--gpus-per-node") for one in given)
+
+
+@pytest.mark.parametrize(
+    ("extra", "gpus"),
+    [
+        ((), None),
+        (("--gres=nvme:1", "--gpu-bind=closest"), None),
+        (("--gres=gpu",), 1),
+        (("--gres=gpu:h100",), 1),
+        (("--gres=gpu:4090:2",), 2),
+        (("--gres=gpu:a100:2,gpu:h100:6",), 8),
+        (("--gres=gpu:8", "--gres=gpu:4"), 4),
+    ],
+)
+def test_gpus_of_generic_resources_are_counted_as_sbatch_counts_them(extra: tuple[str, ...], gpus: int | None) -> None:
+    assert gres_gpus(extra) == gpus
 
 
 def test_a_task_that_ends_never_ends_the_others_of_its_step() -> None:

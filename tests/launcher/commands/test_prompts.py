@@ -97,6 +97,19 @@ def test_an_evaluation_set_that_holds_its_prompts_many_times_is_refused_and_one_
     assert caplog.messages[0].startswith("evaluation set few: 1 of 3 prompts repeat an earlier one, so they count more")
 
 
+def test_a_data_source_with_the_name_of_the_whole_sets_figures_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(*sources: str) -> int:
+        few = file(*range(len(sources)))
+        prompts = [replace(prompt, data_source=source) for prompt, source in zip(few.prompts, sources, strict=True)]
+        monkeypatch.setattr(commands, "_loaded", lambda text_actor, loading: (replace(few, prompts=tuple(prompts)),))
+        return len(load_evaluation_prompts(TextActor(), {"few": EvalSetConfig(path="few.jsonl")}, 9)["few"])
+
+    with pytest.raises(ValueError, match=r"evaluation set few: one of its 2 data sources is named 'all', .*other name"):
+        load("math", "all", "math")
+    assert load("math", "code") == 2
+    assert load("all", "all") == 2, "its only source has no figures of its own"
+
+
 def test_a_checkpoint_is_refused_after_a_prompt_of_its_file_was_edited() -> None:
     config = DataConfig(train=(DatasetConfig(path="few.jsonl"),))
 

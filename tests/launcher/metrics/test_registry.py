@@ -11,7 +11,7 @@ import torch
 
 from history.drafting.stats import SOURCES
 from launcher.metrics.registry import METRICS, find, sections
-from launcher.run_dir.step_timeline import StepTimeline
+from launcher.run_dir.step_timeline import BETWEEN_STEPS, StepTimeline
 from megatron_rl.algorithm.correction import PackedLogprobs
 from megatron_rl.algorithm.mismatch import MismatchSums, SumsByAge
 from megatron_rl.algorithm.mismatch_parts import PartSums, SampledTokens
@@ -94,12 +94,12 @@ def computed() -> set[str]:
     group = scored_group(0, num_samples=1)
     score = replace(group.scores[0], details=(("parsed", 1.0),))
     names |= {name for name in _rewards([replace(group, scores=(score,))]) if name.endswith("parsed")}
-    # phases of `megatron_rl.controller.phases`; evaluations and checkpoints follow the row of their step
+    # phases of `megatron_rl.controller.phases`; evaluations and checkpoints always follow the row of their step
     names |= {f"timing_s/{phase}" for phase in ("step", *span_activities() - {"evaluate", "checkpoint"})}
     timeline = StepTimeline(1)
-    for activity in ("evaluate", "checkpoint"):
-        timeline.add_span("trainer", activity, ORIGIN_S, ORIGIN_S + 1)
-    names |= {name for name in timeline.close(ORIGIN_S + 2, 1.0) if name.startswith("timing_s/")}
+    for number, activity in enumerate(BETWEEN_STEPS):
+        timeline.add_span("trainer", activity, ORIGIN_S + number, ORIGIN_S + number + 1)
+    names |= {name for name in timeline.close(ORIGIN_S + 9, 1.0) if name.startswith("timing_s/")}
     return names | mismatch_names() | evaluation_names()
 
 

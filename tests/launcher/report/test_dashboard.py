@@ -5,11 +5,13 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from launcher.cli import main
 from launcher.metrics.panels import DASHBOARD
-from launcher.report.dashboard import CAUSES, read_runs, write_comparison, write_dashboard
+from launcher.metrics.registry import METRICS
+from launcher.report.dashboard import CAUSES, _total, read_runs, write_comparison, write_dashboard
 from launcher.report.thinning import MAX_POINTS
 from launcher.report.write import write_report
 from rollout.tracing.timeline import Part
@@ -53,6 +55,26 @@ def test_hours_begin_with_the_first_step(tmp_path: Path) -> None:
     line = run.line("reward/mean", label="a", over_hours=True)
     assert line.at[0] == pytest.approx(100 / 3600) and line.at[-1] == pytest.approx(1.0)
     assert list(run.line("reward/mean", label="a", over_hours=False).at) == list(range(1, 37))
+
+
+def test_hours_are_those_of_the_steps_and_pauses_between_starts_are_named(tmp_path: Path) -> None:
+    """Steps of 100 s, an evaluation of 800 s before the second, and a day in a queue before the third."""
+    run = tmp_path / "a"
+    run.mkdir()
+    rows = [
+        {"step": 0, "time_s": 1e9, "timing_s/step": 100.0, "timeline/elapsed_s": 100.0},
+        {"step": 1, "time_s": 1e9 + 901, "timing_s/step": 100.0, "timeline/elapsed_s": 900.0},
+        {"step": 2, "time_s": 1e9 + 87401, "timing_s/step": 100.0, "timeline/elapsed_s": 100.0},
+        {"step": 3, "time_s": 1e9 + 80000, "timing_s/step": 100.0},  # the wall clock was set back
+    ]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (read,) = read_runs([run])
+    line = read.line("timing_s/step", label="a", over_hours=True)
+    assert list(line.at) == pytest.approx([100 / 3600, 1000 / 3600, 1100 / 3600, 1200 / 3600])
+    other = write_rows(tmp_path / "b", num_steps=3, config="")
+    text = write_comparison([run, other], tmp_path / "c.html").read_text()
+    assert "a: 4 steps, 0.3 h" in text and "are left out: a 24.0 h.</p>" in text
+    assert "are left out" not in write_dashboard([other], tmp_path / "d.html").read_text()
 
 
 def test_the_causes_of_the_bubble_are_those_of_the_timeline_and_of_the_panel() -> None:
@@ -125,16 +147,36 @@ def test_a_directory_without_metrics_is_refused(tmp_path: Path) -> None:
         write_dashboard([tmp_path], tmp_path / "d.html")
 
 
-def test_counts_of_faults_are_shown_as_sums_and_other_metrics_as_last_values(tmp_path: Path) -> None:
+def test_faults_are_shown_as_counts_of_the_run_and_other_metrics_as_last_values(tmp_path: Path) -> None:
     run = tmp_path / "a"
     run.mkdir()
+    restarts = [1, 3, 3, 0, 0, 2]
     rows = [
-        {"step": step, "time_s": 1e9 + step, "reward/errors": step % 2, "engine/restarts": step} for step in range(6)
+        {
+            "step": step,
+            "time_s": 1e9 + step,
+            "reward/errors": step % 2,
+            "engine/preempted": 80 if step == 1 else 0,
+            "history/left_out_segments": 2 - min(step, 2),
+            "engine/restarts": restarts[step],
+            "engine/serving": 8 - step,
+        }
+        for step in range(6)
     ]
     (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     text = write_dashboard([run], tmp_path / "d.html").read_text()
-    # errors are counted per step: 0 1 0 1 0 1; restarts are a total
-    assert "errors <b>3 in all</b>" in text and "restarts <b>5</b>" in text
+    # per step, over all, engines and nodes
+    assert "errors <b>3 in all</b>" in text
+    assert "preempted <b>80 in all</b>" in text and "left_out_segments <b>3 in all</b>" in text
+    # a total, which the second start of the run counts from 0: three, then two
+    assert "restarts <b>5 in all</b>" in text
+    assert "serving <b>3</b>" in text
+
+
+def test_a_total_over_the_run_is_no_count_per_step() -> None:
+    per_step = {metric.reduction for metric in METRICS if _total(metric.name, np.array([1.0, 1.0])) == "2 in all"}
+    assert "sum" in per_step and "sum over engines" in per_step
+    assert _total("guard/actions", np.array([1.0, 1.0])) is None
 
 
 def test_a_part_that_only_later_steps_have_is_stacked_at_those_steps(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from history.drafting.stats import SOURCES, DraftStats
+from history.drafting.stats import CALIBRATION_BINS, SOURCES, DraftStats
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.report.run_timeline import Step
@@ -140,6 +140,35 @@ def test_evaluations_with_another_k_or_number_of_prompts_are_compared_neither_in
     assert re.findall(r"</i>(aime.*?) <b>", text) == ["aime (bf16, avg@4, 30 prompts)"]
 
 
+def test_a_mean_of_scores_outside_0_to_1_is_shown_as_a_mean_score_and_not_in_per_cent(tmp_path: Path) -> None:
+    rows = [row(0, -0.8, k=4), row(100, 0.1, k=4), row(200, -0.2, k=4)]
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, {})
+        run.append_evaluation(rows)
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    tile = '<div class="label">(.*?)</div><div class="value">(.*?)</div><div class="note">(.*?)</div>'
+    assert re.findall(tile, text) == [("aime mean score, BF16", "-0.800 → -0.200", "+0.600 of avg@4, 0 to 200 steps")]
+    assert "<figcaption>Mean score <span>avg@k</span>" in text
+    words = re.sub("<.*?>", " ", text.partition("<main>")[2])
+    assert [word for word in ("80.0", "%", "Accuracy", "points of") if word in words] == []
+    assert re.findall(r"<td.*?>(.*?)</td>", text)[5:9] == ["-0.800", "-0.200", "", "-0.800"]
+    (said,) = re.findall(r'<p class="note">(aime.*?)</p></section>', text)
+    assert html.unescape(said) == (
+        "aime: the score -0.8 is not between 0 and 1, so avg@k is a mean score and no accuracy; let the reward "
+        "function return an accuracy from 0 to 1 as `acc` beside `score`."
+    )
+
+
+def test_accuracies_and_scores_of_another_scale_have_charts_of_their_own(tmp_path: Path) -> None:
+    rows = [row(step, 0.5, k=4) for step in (0, 100, 200)]
+    with RunDirectory(tmp_path) as run:
+        run.append_metrics(0, {})
+        run.append_evaluation([*rows, *[{**each, "set_name": "other", "outside": 3.0} for each in rows]])
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    charts = re.findall(r"<figcaption>(.*?) <span>avg@k</span>.*?</i>(.*?) \(", text)
+    assert charts == [("Accuracy", "aime"), ("Mean score", "other")]
+
+
 def test_a_set_whose_settings_changed_between_its_evaluations_has_a_sentence_with_the_reason(tmp_path: Path) -> None:
     other = {"settings": "b"}
     with RunDirectory(tmp_path) as run:
@@ -194,7 +223,12 @@ def test_drafts_have_their_own_charts(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         run.append_metrics(0, DraftStats(num_forwards=4, num_rows=10, num_emitted=10).metrics())
         found = DraftStats(
-            num_rows=10, num_emitted=23, num_drafted=20, num_accepted=13, accepted_by_source=(9, 2, 1, 1)
+            num_rows=10,
+            num_emitted=23,
+            num_drafted=20,
+            num_accepted=13,
+            accepted_by_source=(9, 2, 1, 1),
+            calibration_count=(20,) + (0,) * (CALIBRATION_BINS - 1),
         ).metrics()
         seen = {"history/reusable_share": 0.8, "history/length_rank_correlation": 0.7}
         run.append_metrics(1, {**found, **seen, "history/saved_s_measured": 2.0})
@@ -289,6 +323,19 @@ def test_engines_of_an_earlier_start_have_no_lane_and_no_waits_later(tmp_path: P
         for row in range(4)
     }
     assert [len(waits) for waits in trained.values()] == [6, 6, 2, 2]
+
+
+def test_the_time_of_a_run_counts_evaluations_and_checkpoints_and_no_pause(tmp_path: Path) -> None:
+    elapsed_s = [100.0, 700.0, 160.0, 100.0]  # an evaluation, a checkpoint; the last step follows a day in a queue
+    rows = [
+        {"step": step, "time_s": ORIGIN_S + 90_000 * (step == 3), "timing_s/step": 100.0, "timeline/elapsed_s": seconds}
+        for step, seconds in enumerate(elapsed_s)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = write_report(tmp_path).read_text(encoding="utf-8")
+    tile = re.search('seconds a step</div><div class="value">(.*?)</div><div class="note">(.*?)<', text)
+    assert tile is not None
+    assert tile.groups() == ("265.0", "1060 s in total, with evaluations and checkpoints")
 
 
 def test_the_speed_is_that_of_the_engines_since_the_last_start(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from launcher.run_dir.console import RunProgress, before_after_table, step_line
+from launcher.run_dir.step_timeline import BETWEEN_STEPS
 from rollout.evaluation import EvaluationRow, changes
 
 METRICS = {
@@ -54,6 +55,12 @@ def test_a_step_line_has_metrics_and_seconds_by_phase() -> None:
 def test_a_step_line_ends_with_the_evaluation_and_the_checkpoint_before_the_step() -> None:
     line = step_line(0, 20, {"timing_s/evaluate_before_step": 1.5, "timing_s/checkpoint_before_step": 0.25})
     assert line == "step  1/20  before it: evaluate 1.5, checkpoint 0.2"
+
+
+def test_a_step_line_names_everything_that_lay_between_the_steps() -> None:
+    seconds = {f"timing_s/{activity}_before_step": float(number) for number, activity in enumerate(BETWEEN_STEPS, 1)}
+    line = step_line(0, 20, seconds)
+    assert line == "step  1/20  before it: evaluate 1.0, checkpoint 2.0, publish 3.0, switch 4.0"
 
 
 def test_a_missing_metric_is_left_out_and_not_shown_as_zero() -> None:
@@ -116,6 +123,22 @@ def test_a_set_whose_settings_changed_between_its_evaluations_has_a_line_instead
     console, text = plain()
     RunProgress(200, console).table([*rows, row(0, 0.3), row(200, 0.6)])
     assert "+30.0" in text.getvalue() and text.getvalue().endswith(line + "\n")
+
+
+def test_a_set_of_another_scale_is_named_once_and_has_no_points() -> None:
+    console, text = plain()
+    progress = RunProgress(20, console)
+    other = [replace(row(step, average), outside=-1.0) for step, average in ((0, -0.8), (20, 0.25))]
+    for one in other:
+        progress.evaluation([one, replace(one, data_source="math"), replace(row(one.step, 0.5), set_name="right")])
+    lines = text.getvalue().splitlines()
+    said = "held_out: the score -1 is not between 0 and 1, so avg@k is a mean score and no accuracy; let the reward "
+    assert [line.startswith(said) for line in lines] == [False] * 3 + [True] + [False] * 3
+    console, text = plain()
+    RunProgress(20, console).table([*other, *[replace(row(step, 0.5), set_name="right") for step in (0, 20)]])
+    cells = [[cell.strip() for cell in line.split("│")] for line in text.getvalue().splitlines() if "│ BF16" in line]
+    assert [line[6:9] for line in cells] == [["-0.800", "0.250", ""], ["0.500", "0.500", "+0.0"]]
+    assert text.getvalue().splitlines()[-1].startswith(said)
 
 
 def test_output_without_a_terminal_has_lines_and_no_control_characters() -> None:

@@ -11,7 +11,7 @@ from launcher.run_dir.stop_request import write_request
 
 def write_steps(run_dir: Path, num_steps: int) -> None:
     rows = [
-        {"step": step, "timing_s/step": 40.0, "timing_s/rollout": 30.0, "perf/throughput_tokens_s": 1234.0}
+        {"step": step, "timing_s/step": 40.0, "timing_s/rollout": 30.0, "perf/response_tokens": 40 * 1234.0}
         for step in range(num_steps)
     ]
     (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -34,6 +34,29 @@ def test_the_status_says_phase_step_rates_checkpoint_and_request(tmp_path: Path)
         "checkpoint: step 2",
         "stop requested 30 s ago: megatron-rl stop",
     ]
+
+
+def test_time_left_counts_evaluations_and_checkpoints_and_the_token_rate_is_of_all_tokens(tmp_path: Path) -> None:
+    """An evaluation of 600 s before every fifth step, whose rollout begins within it, and a checkpoint before each."""
+    StatusFile(run_dir=tmp_path, num_steps=110, step=10).phase("engines", "rollout")
+    rows = [
+        {
+            "step": step,
+            "timing_s/step": step_s,
+            "timing_s/train": 90.0,
+            "timeline/elapsed_s": step_s + 60 + (600 if step % 5 == 2 else 0),
+            "perf/response_tokens": 1.2e6,
+            "perf/throughput_tokens_s": 1.2e6 / step_s,
+        }
+        for step in range(10)
+        for step_s in [100.0 if step % 5 == 2 else 300.0]
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps, rates, *_ = status_lines(tmp_path, now_s=time.time())[2:]
+    # five steps take 4 x 300 + 100 s, their checkpoints 300 s and their evaluation 600 s: 100 steps take 44,000 s
+    assert steps == "last 5 step(s): 260.0 s each (train 90.0)"
+    # 5 x 1.2e6 tokens in 1300 s; the mean of the five rates is 5600
+    assert rates == "tokens/s 4615, 100 steps to go, about 12 h 13 min with 3 min between steps"
 
 
 def test_the_newest_step_stays_when_the_run_returns_to_a_checkpoint(tmp_path: Path) -> None:

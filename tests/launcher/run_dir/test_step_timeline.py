@@ -97,3 +97,50 @@ def test_the_next_row_has_the_seconds_of_evaluation_and_checkpoint():
         [pytest.approx(1), pytest.approx(3)],
         [None, None],
     ]
+
+
+SAVE = (("trainer", "switch", 8), ("trainer", "checkpoint", 12), ("engines", "switch", 5), ("publisher", "publish", 25))
+TRAIN = (("trainer", "switch", 4), ("trainer", "train", 30), ("engines", "switch", 2), ("publisher", "publish", 24))
+
+
+def add_spans(timeline: StepTimeline, start_s: float, *phases: tuple[str, str, float]) -> float:
+    """Add phases, one after another; returns the end of the last one, in seconds since `ORIGIN_S`."""
+    for actor, activity, seconds in phases:
+        timeline.add_span(actor, activity, ORIGIN_S + start_s, ORIGIN_S + start_s + seconds)
+        start_s += seconds
+    return start_s
+
+
+def test_the_seconds_of_a_save_that_let_the_engines_sleep_are_in_the_next_row_and_those_of_steps_in_their_own():
+    """Colocated with sleep; the third step was sampled ahead. The first row has what came before the first step."""
+    timeline = StepTimeline(1)
+    found = []
+    now_s = add_spans(timeline, 0, ("engines", "switch", 3), ("publisher", "publish", 20), ("engines", "evaluate", 50))
+    for rollout_s in (100, 80, 0.01):
+        began_s = now_s
+        now_s = add_spans(timeline, now_s, ("engines", "rollout", rollout_s), *TRAIN)
+        row = timeline.close(ORIGIN_S + now_s, step_s=now_s - began_s)
+        before = {name: value for name, value in row.items() if name.endswith("_before_step")}
+        if found:  # all time since the row before is in the step, or in one of these
+            assert row["timeline/elapsed_s"] == pytest.approx(now_s - began_s + sum(before.values()))
+        found.append(before)
+        now_s = add_spans(timeline, now_s, *SAVE)
+    between = {"checkpoint": 12, "publish": 25, "switch": 13}
+    for before, wanted in zip(found, ({"evaluate": 50, "publish": 20, "switch": 3}, between, between), strict=True):
+        assert before == {f"timing_s/{name}_before_step": pytest.approx(value) for name, value in wanted.items()}
+
+
+def test_a_publish_to_engines_that_were_restarted_in_an_evaluation_is_a_part_of_it():
+    timeline = StepTimeline(1)
+    timeline.add_span("publisher", "publish", ORIGIN_S + 3, ORIGIN_S + 5)
+    timeline.add_span("engines", "evaluate", ORIGIN_S, ORIGIN_S + 10)
+    row = timeline.close(ORIGIN_S + 20, step_s=10.0)
+    assert row["timing_s/evaluate_before_step"] == pytest.approx(10)
+    assert "timing_s/publish_before_step" not in row
+
+
+def test_a_publish_just_before_a_step_is_counted_though_the_wall_clock_is_late():
+    """The wall clock lost 2 s in a step of 100 s by the other clock, so the step seems to begin within the publish."""
+    timeline = StepTimeline(1)
+    timeline.add_span("publisher", "publish", ORIGIN_S, ORIGIN_S + 20)
+    assert timeline.close(ORIGIN_S + 118, step_s=100.0)["timing_s/publish_before_step"] == pytest.approx(18)

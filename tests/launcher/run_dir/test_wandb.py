@@ -183,10 +183,16 @@ class FakeRun:
         self.table_s = self.now_s = 0.0
         self.steps: list[tuple[int, bool]] = []
         """(step, whether it had a table)."""
+        self.starting_step = 0
+        self.committed: list[int] = []
+        self.summary: dict[str, object] = {}
 
-    def log(self, data: Mapping[str, object], step: int) -> None:
+    def log(self, data: Mapping[str, object], step: int, commit: bool | None = None) -> None:
         if self.error is not None:
             raise self.error
+        if commit:
+            self.committed.append(step)
+            return
         self.now_s += self.table_s * ("samples" in data)
         self.steps.append((step, "samples" in data))
 
@@ -243,18 +249,80 @@ def test_tables_pause_while_the_server_is_slow(tmp_path: Path, monkeypatch: pyte
     assert slow.startswith("wandb does not answer (for 11 s)") and "for 2 step(s)" in left_out
 
 
-def test_the_evaluation_after_the_last_step_is_logged_once_and_does_not_count_as_a_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_evaluation_after_the_last_step_joins_its_row_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = FakeRun()
-    tracker, _ = tracked(tmp_path, monkeypatch, run)
+    tracker, said = tracked(tmp_path, monkeypatch, run)
     assert tracker.log_step(0, {}) and tracker.log_evaluation(1, {"eval/a": 0.5})
-    resumed, _ = tracked(tmp_path, monkeypatch, run, first_step=1)
+    resumed, said_then = tracked(tmp_path, monkeypatch, run, first_step=1)
     assert not resumed.log_evaluation(1, {"eval/a": 0.5})
     assert resumed.run_id == tracker.run_id
     assert [resumed.log_step(step, {}) for step in (0, 1)] == [False, True]
-    assert not resumed.log_evaluation(1, {"eval/a": 0.5})
-    assert [step for step, _ in run.steps] == [0, 1, 1]
+    assert not resumed.log_evaluation(1, {"eval/a": 0.5}), "it came with the step"
+    assert [step for step, _ in run.steps] == [0, 0, 1]
+    assert said == said_then == [] and run.summary == {}
+
+
+def test_an_evaluation_that_cannot_join_the_last_row_goes_to_the_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun()
+    tracker, said = tracked(tmp_path / "each", monkeypatch, run)
+    assert tracker.log_step(1, {"eval/a": 0.25}) and tracker.log_evaluation(2, {"eval/a": 0.5})
+    assert run.steps == [(1, False)], "the row keeps the evaluation after one step"
+    assert run.committed == [1] and run.summary == {"eval/a": 0.5}
+    assert len(said) == 1 and "after 2 steps in the summary" in said[0]
+    run = FakeRun()
+    tracker, _ = tracked(tmp_path / "killed", monkeypatch, run)
+    assert tracker.log_step(1, {})
+    tracker, said = tracked(tmp_path / "killed", monkeypatch, run, first_step=2)
+    assert tracker.log_evaluation(2, {"eval/a": 0.5}) and not tracker.log_evaluation(2, {"eval/a": 0.5})
+    assert run.steps == [(1, False)] and run.committed == [], "this start has no row to close"
+    assert run.summary == {"eval/a": 0.5} and "row of the last step is of an earlier start" in said[0]
+
+
+def test_steps_that_wandb_drops_are_named_and_not_reported_as_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = FakeRun()
+    tracker, said = tracked(tmp_path, monkeypatch, run)
+    assert tracker.log_step(0, {}) and said == []
+    run.starting_step = 1
+    resumed, said = tracked(tmp_path, monkeypatch, run, first_step=1)
+    assert said == [], "the usual resume"
+    run.starting_step = 3
+    resumed, said = tracked(tmp_path, monkeypatch, run, first_step=1)
+    assert len(said) == 1 and f"run {resumed.run_id} has rows up to step 2" in said[0]
+    assert [resumed.log_step(step, {}) for step in (1, 2, 3)] == [False, False, True]
+    assert run.steps == [(0, False), (3, False)]
+
+
+GETS_MORE_STEPS = """
+import sys
+from pathlib import Path
+from launcher.config.schema import WandbConfig
+from launcher.run_dir.wandb import Tracker
+
+for begin, end in ((0, 2), (2, 4)):
+    tracker = Tracker.start(WandbConfig(mode="online"), Path(sys.argv[1]), {}, first_step=begin, say=sys.exit)
+    for step in range(begin, end):
+        assert tracker.log_step(step, {"reward/mean": step / 10})
+    assert tracker.log_evaluation(end, {"eval/a": end / 100})
+    tracker.finish()
+"""
+
+
+def test_an_online_run_that_gets_more_steps_misses_none(tmp_path: Path) -> None:
+    """The process of wandb begins a resumed run after the last row that the server has."""
+    with wandb_server() as server:
+        settings = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-c", GETS_MORE_STEPS, str(tmp_path)]
+        subprocess.run(command, env=os.environ | settings, check=True, timeout=DEADLINE_S)
+    assert [(row["_step"], row.get("reward/mean"), row.get("eval/a")) for row in server.rows] == [
+        (0, 0.0, None),
+        (1, 0.1, 0.02),
+        (2, 0.2, None),
+        (3, 0.3, 0.04),
+    ]
 
 
 OTHER_RATE: Mapping[str, object] = {"trainer": {"optimizer": {"learning_rate": 1e-6}}}

@@ -93,6 +93,17 @@ def test_coefficients_are_fixed_without_targets():
     assert first.next(algorithm, kl=9.0, entropy=9.0, num_responses=999) == first
 
 
+def test_a_step_of_many_responses_changes_the_coefficient_of_the_divergence_by_a_fifth_at_most():
+    """More responses than five horizons, after a first step whose policy still is the reference."""
+    kl = {"place": "loss", "coefficient": 0.001, "target": 0.01, "horizon": 1600}
+    algorithm = AlgorithmConfig(kl=kl)
+    coefficients, found = Coefficients.first(algorithm), []
+    for measured in (0.0, 0.0095, 50.0, 50.0):
+        coefficients = coefficients.next(algorithm, kl=measured, entropy=None, num_responses=8192)
+        found.append(coefficients.kl)
+    assert found == pytest.approx([0.0008, 0.00076, 0.000912, 0.0010944])
+
+
 def test_restored_coefficients_continue_where_they_adapt_and_follow_the_configuration_elsewhere():
     saved = AlgorithmConfig(kl={"place": "loss", "target": 0.1, "coefficient": 0.02}, entropy={"coefficient": 0.01})
     later = Coefficients.first(saved).next(saved, kl=9.0, entropy=1.0, num_responses=1000)

@@ -146,6 +146,7 @@ def test_an_engine_that_takes_no_bucket_is_reported_as_its_own_failure_and_the_t
 def test_an_engine_that_never_joins_is_reported_as_its_own_failure_and_the_trainer_lives_on(dies):
     """Engine 0 is given up, so engine 1 is the first of the chain."""
     death, attached = ProcessLostError("engine 1 ended", Place(role="engine", ranks=(1,))), []
+    sources = {}
 
     def wait(call, *, timeout_s):
         if dies:
@@ -155,10 +156,14 @@ def test_an_engine_that_never_joins_is_reported_as_its_own_failure_and_the_train
         attached.append((engine, channel.source_ranks))
         return ["", "trainer rank 1 waited 1 s for engine rank 0 to join the channel"]
 
+    def begin_init_transport(channels):
+        sources.update({engine: channel.named(0) for engine, channel in channels.items()})
+        return "join"
+
     engines = SimpleNamespace(
         num_ranks=1,
         node_ids=lambda *, timeout_s: {1: "a", 2: "a"},
-        begin_init_transport=lambda channels: "join",
+        begin_init_transport=begin_init_transport,
         wait=wait,
     )
     store = StoreAddress(host="127.0.0.1", port=1, secret=b"")
@@ -168,6 +173,7 @@ def test_an_engine_that_never_joins_is_reported_as_its_own_failure_and_the_train
         delivery.connect()
     assert caught.value.place == Place(role="engine", ranks=(1,))
     assert attached == [(1, (0, 1))]
+    assert sources == {1: "trainer rank 0", 2: "engine 1's rank 0"}
 
 
 MIXTURE = replace(SPEC, experts=Experts(count=4, per_token=2, ffn_size=48, normalised=True))

@@ -169,6 +169,32 @@ def test_policy_and_critic_keep_their_places_if_a_resume_changes_the_mini_batche
     assert found == [pytest.approx(each) for each in expected]
 
 
+@pytest.mark.parametrize("saved_after", [1, 2, 4], ids=["critic alone", "before the first update", "policy"])
+def test_the_schedule_of_the_policy_begins_after_the_warm_up_of_the_critic(ranks, tmp_path, saved_after):
+    model, path = save_model("qwen3_tied", tmp_path / "model"), str(tmp_path / "saved")
+    sizes = {"group_size": 4, "prompts_per_step": 4, "num_mini_batches": 2}
+    algorithm = AlgorithmConfig.model_validate({**sizes, "advantage": "gae", "filter": "none"})
+    spec = trainer_spec(model, SINGLE, algorithm, decay="linear", warmup_steps=4)
+    critic = CriticConfig(optimizer=CriticOptimizerConfig(learning_rate=PEAK, decay="linear"), warmup_steps=2)
+    spec = replace(spec, config=spec.config.model_copy(update={"critic": critic}), total_updates=6 * 2)
+    batches = steps_of(batch_for(SINGLE, algorithm), 6)
+    (whole,) = ranks.run(rates, spec, batches, path, saved_after, parallel=SINGLE)
+    assert [position for _, position in whole] == [0, 0, 2, 4, 6, 8]
+    # of each step's last update: 4 updates of warm-up, then a line that would reach 0 one update after the run
+    expected = [0.0, 0.0, PEAK / 2, PEAK, decayed("linear", 2 / 5), decayed("linear", 4 / 5)]
+    assert [metrics["actor/lr"] for metrics, _ in whole] == pytest.approx(expected)
+    assert [metrics["critic/lr"] for metrics, _ in whole] == pytest.approx(
+        [decayed("linear", 2 * step / 13) for step in range(1, 7)]
+    )
+    (resumed,) = ranks.run(rates, spec, batches[saved_after:], path, None, parallel=SINGLE)
+    names = ("actor/lr", "critic/lr")
+    found, expected = (
+        [(*(metrics[name] for name in names), position) for metrics, position in steps]
+        for steps in (resumed, whole[saved_after:])
+    )
+    assert found == expected
+
+
 def one_step(position, parallel, spec, batch):
     """Weights before and after one step, the clipped gradient's norm as the first moments have it, and the metric."""
     from megatron_rl.trainer.trainer import Trainer

@@ -1,10 +1,12 @@
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
 from megatron_rl.config import ParallelConfig
+from tests.support.byte_tokenizer import CHAT_TEMPLATE, write_byte_tokenizer
 from tests.support.trainers.rank_functions import build_loaded
 from tests.support.trainers.tiny_megatron_models import FAMILIES, save_model
 
@@ -68,6 +70,19 @@ def test_sharded_bf16_files_round_trip_and_load_in_transformers(ranks, tmp_path)
     assert model.dtype is torch.bfloat16
     ids = torch.arange(9)[None]
     assert torch.equal(model(ids).logits, original(ids).logits)
+
+
+def test_an_export_has_every_chat_template(ranks, tmp_path):
+    """`transformers` saves all but the one named `default` in a folder of their own."""
+    from transformers import AutoTokenizer
+
+    source = save_model("llama", tmp_path / "source")
+    templates = {"default": CHAT_TEMPLATE, "tool_use": "tools: {{ tools }}", "rag": "{{ documents }}"}
+    write_byte_tokenizer(tmp_path / "tokenizer", chat_template=templates)
+    (tmp_path / "tokenizer" / "config.json").unlink()
+    shutil.copytree(tmp_path / "tokenizer", source, dirs_exist_ok=True)
+    ranks.run(load_and_export, source, tmp_path / "copy", "fp32", 1 << 30)
+    assert AutoTokenizer.from_pretrained(tmp_path / "copy").chat_template == templates
 
 
 def test_an_export_has_the_dtype_of_the_trainer(ranks, tmp_path):

@@ -132,5 +132,19 @@ def test_a_tokenizer_that_no_class_loads_as_written_is_refused(tmp_path: Path, m
         tokenizer_in(tmp_path)
 
 
+def test_responses_are_decoded_without_the_clean_up_that_a_directory_asks_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before `transformers` 5.19 it took spaces from texts of BPE tokenizers: `' '.join` became `''.join`."""
+    loaded = load(tmp_path, byte_level(LLAMA_3), "llama", "PreTrainedTokenizerFast")
+    hub, asked = loaded._hub, []
+    decode = hub.decode
+    monkeypatch.setattr(hub, "decode", lambda ids, **options: asked.append(options) or decode(ids, **options))
+    text = "s = ' '.join(a) , b . it 's"
+    (ids,) = loaded.encode([text], add_special_tokens=False)
+    assert loaded.decode(ids) == text
+    assert asked == [{"skip_special_tokens": True, "clean_up_tokenization_spaces": False}]
+
+
 def test_the_text_is_composed() -> None:
     assert unicodedata.normalize("NFC", TEXT) == TEXT

@@ -2,12 +2,16 @@
 
 import asyncio
 import math
+import re
 import subprocess
 import sys
 import time
+from decimal import Decimal
 from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from rollout.rewards import exact
 from rollout.rewards import math as mathematics
@@ -184,6 +188,20 @@ def test_details_that_are_not_finite_are_left_out():
 def test_an_accuracy_that_is_not_finite_is_an_error_and_not_the_reward(value):
     outcome = read_outcome({"score": -1.0, "acc": value}, function="f")
     assert f"`acc` = {str(value)[:20]}" in outcome.error
+    assert not outcome.details
+
+
+@pytest.mark.parametrize("true", [np.bool_(True), np.float32(1), np.array(1), torch.tensor(True), torch.tensor(1.0)])
+def test_a_single_value_of_numpy_or_torch_is_a_number(true):
+    outcome = read_outcome({"score": -1.0, "acc": true, "parsed": true, "each": np.array([1.0, 2.0])}, function="f")
+    assert outcome == RewardOutcome(reward=-1.0, details=(("acc", 1.0), ("parsed", 1.0)))
+    assert read_outcome({"score": true, "acc": None}, function="f") == RewardOutcome(reward=1.0)
+
+
+@pytest.mark.parametrize("value", ["yes", Decimal(1), np.array([1.0]), [True], np.str_("1"), 1j])
+def test_an_accuracy_that_is_no_number_is_an_error_that_names_it_and_not_the_reward(value):
+    outcome = read_outcome({"score": -1.0, "acc": value}, function="pkg.f")
+    assert re.match(r"reward.function: pkg.f returned `acc` = .*; it must be a number from 0 to 1", outcome.misuse)
     assert not outcome.details
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 from rollout.transports import shm_files as files
-from rollout.transports.base import GroupChannel, Inbox, chain, side_by_side
+from rollout.transports.base import GroupChannel, Inbox, StoreAddress, chain, side_by_side
 from rollout.transports.colocated import ColocatedInbox, ColocatedSender, ShmRegion, map_shm
 from rollout.transports.delta import HEADER
 from rollout.transports.prefetch import Prefetch
@@ -463,12 +463,12 @@ class Chain:
     ) -> None:
         order = range(num_engines) if order is None else order
         self.stores = [StoreServer("127.0.0.1") for _ in range(num_engines)]
-        addresses = [store.address for store in self.stores]
+        addresses = {engine: store.address for engine, store in enumerate(self.stores)}
         channels = chain(addresses, order=order, source_ranks=(4, 6), num_engine_ranks=num_ranks, timeout_s=20)
         self.senders = [GroupSender(run_id=RUN_ID, rank=rank, timeout_s=timeout_s, **more) for rank in (4, 6)]
         _, _, *inboxes = in_threads(
             *(lambda s=sender: s.attach(order[0], channels[order[0]]) for sender in self.senders),
-            *(lambda c=c, r=r: GroupInbox(c, engine_rank=r) for c in channels for r in range(num_ranks)),
+            *(lambda c=c, r=r: GroupInbox(c, engine_rank=r) for c in channels.values() for r in range(num_ranks)),
         )
         self.engines = [inboxes[first : first + num_ranks] for first in range(0, len(inboxes), num_ranks)]
 
@@ -516,8 +516,22 @@ def test_a_chain_follows_the_requested_order_of_engines():
 
 
 def test_engines_of_a_node_are_neighbours_in_a_chain():
-    assert side_by_side(["b", "a", "b", "c", "a"]) == [0, 2, 1, 4, 3]
-    assert side_by_side(["a"] * 4) == [0, 1, 2, 3]
+    assert side_by_side(dict(enumerate(["b", "a", "b", "c", "a"]))) == [0, 2, 1, 4, 3]
+    assert side_by_side(dict.fromkeys(range(4), "a")) == [0, 1, 2, 3]
+    assert side_by_side({0: "b", 2: "a", 3: "b"}) == [0, 3, 2], "engine 1 is given up"
+
+
+def test_channels_name_engines_by_number_after_one_was_given_up():
+    store = StoreAddress(host="127.0.0.1", port=1, secret=b"")
+    channels = chain(
+        dict.fromkeys((0, 2, 3), store), order=[0, 2, 3], source_ranks=(4,), num_engine_ranks=1, timeout_s=1
+    )
+    assert {engine: channel.named(0) for engine, channel in channels.items()} == {
+        0: "trainer rank 4",
+        2: "engine 0's rank 0",
+        3: "engine 2's rank 0",
+    }
+    assert channels[0].onward is channels[2] and channels[2].onward is channels[3]
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from history.config import HistoryConfig
 from history.store.service import Upkeep
 from history.store.start import start_history
 from history.types import HistoryPlaces
-from launcher.cluster import ray_cluster
+from launcher.cluster import alive_nodes, ray_cluster
 from launcher.cluster.processes import Processes, processes
 from launcher.cluster.ray_cluster import joined_nodes, reserve
 from launcher.config.schema import ClusterConfig
@@ -113,9 +113,9 @@ def shard_nodes(places: Sequence[str]) -> list[str]:
 
 def main() -> None:
     # Other tests of the suite may use all cores meanwhile: a node that is only slow is not lost.
-    ray_cluster.SILENCE_S = ray_cluster.ANSWER_TIMEOUT_S = DEADLINE_S
+    alive_nodes.SILENCE_S = alive_nodes.ANSWER_TIMEOUT_S = ray_cluster.ANSWER_TIMEOUT_S = DEADLINE_S
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "node_name": "node2", "labels": RACK})
-    cluster.add_node(num_cpus=2, node_name="node1", labels={ray_cluster.SPARE: "true"})
+    cluster.add_node(num_cpus=2, node_name="node1", labels={alive_nodes.SPARE: "true"})
     node9 = cluster.add_node(num_cpus=2, node_name="node9")
     config = ClusterConfig(address=cluster.address, min_nodes=2)
     nodes, first = joined_nodes(config), joined_nodes(config.model_copy(update={"max_nodes": 2}))

@@ -1,0 +1,51 @@
+"""The step of a process, from SLURM's variables alone."""
+
+import pytest
+
+from launcher.cluster.slurm_step import SlurmStep, host_names
+from launcher.errors import LaunchError
+
+
+def of_second_task(monkeypatch: pytest.MonkeyPatch, **more: str) -> SlurmStep:
+    given = {"SLURM_JOB_ID": "123", "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "1"}
+    monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
+    for name, value in (given | {"SLURM_STEP_NODELIST": "n[1-2]"} | more).items():
+        monkeypatch.setenv(name, value)
+    return SlurmStep.of_this_process("n2")
+
+
+def test_the_nodes_of_a_step_need_no_command_of_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    step = of_second_task(monkeypatch)
+    assert (step.nodes, step.num_tasks, step.job_id, step.is_first) == (("n1", "n2"), 2, 123, False)
+
+
+def test_a_requeued_job_has_steps_of_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """SLURM keeps the number of the job, and counts its steps from 0 again."""
+    first = of_second_task(monkeypatch).name
+    second = of_second_task(monkeypatch, SLURM_RESTART_COUNT="1").name
+    batch_scripts = {"123.0", "123.1"}
+    assert (first, second) == ("123.0.0", "123.1.0") and not batch_scripts & {first, second}
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [
+        ("n1", "n1"),
+        ("n[1-2]", "n1 n2"),
+        ("a[1-3,07],b", "a1 a2 a3 a07 b"),
+        ("n[098-102],m[9-11]", "n098 n099 n100 n101 n102 m9 m10 m11"),
+        ("r[1-2]n[08-11]", "r1n08 r1n09 r1n10 r1n11 r2n08 r2n09 r2n10 r2n11"),
+        ("n1.cluster.org,r-2_[0-1]", "n1.cluster.org r-2_0 r-2_1"),
+        ("b,a", "b a"),
+    ],
+)
+def test_host_lists_are_read_as_slurm_reads_them(listed: str, names: str) -> None:
+    """The names are those that `scontrol show hostnames` of SLURM 22.05 prints."""
+    assert " ".join(host_names(listed)) == names
+
+
+@pytest.mark.parametrize("listed", ["n[1-2", "n[]", "n[a-b]", "n[1-2]]", "a[1-2,]", "a,,b", "n[1-2] m"])
+def test_what_is_no_host_list_is_refused(listed: str) -> None:
+    with pytest.raises(LaunchError, match=r"SLURM_STEP_NODELIST = .* is no host list"):
+        host_names(listed)
