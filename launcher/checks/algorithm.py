@@ -148,11 +148,18 @@ def _correction(algorithm: AlgorithmConfig) -> list[str]:
 
 def _preset(correction: CorrectionConfig) -> list[str]:
     """Keys with another value than the preset gives them: what is computed would not be what the preset names."""
-    meant = CorrectionConfig(preset=correction.preset)
+    meant, default = CorrectionConfig(preset=correction.preset), CorrectionConfig()
+    others = [key for key in CorrectionConfig.model_fields if getattr(correction, key) != getattr(default, key)]
+    spelled = ", ".join(
+        f"{key}: {_shown(getattr(correction, key))}"
+        for key in CorrectionConfig.model_fields
+        if key != "preset" and (key in others or key in preset_keys(correction.preset))
+    )
     return [
         f"`algorithm.correction.preset` = {correction.preset} with `algorithm.correction.{key}` = "
         f"{_shown(getattr(correction, key))}: the preset sets {_shown(getattr(meant, key))}; set "
-        f"`algorithm.correction={{preset: {correction.preset}}}` to have the preset alone, or preset to none"
+        f"`algorithm.correction={{preset: {correction.preset}}}` to have the preset alone, or "
+        f"`algorithm.correction={{{spelled}}}` to keep these values"
         for key in preset_keys(correction.preset)
         if getattr(correction, key) != getattr(meant, key)
     ]
@@ -198,7 +205,7 @@ def _terms(algorithm: AlgorithmConfig) -> list[str]:
             "`algorithm.kl.place` = reward with `algorithm.kl.estimator` = k3_unbiased: the probability ratio of the "
             "old policy is 1; set estimator to k3"
         )
-    if kl.place == "none" and kl != KlConfig():
+    if kl.place == "none" and "place" not in kl.model_fields_set and kl != KlConfig():  # else it is off on purpose
         key = next(name for name in KlConfig.model_fields if getattr(kl, name) != getattr(KlConfig(), name))
         problems.append(
             f"`algorithm.kl.{key}` = {getattr(kl, key)} with `algorithm.kl.place` = none: no divergence is computed, "

@@ -37,15 +37,17 @@ def node_address(
             raise ValueError(f"`cluster.slurm.interface` = {slurm.interface} is not on {node}; it has: {listed}")
         found = present[slurm.interface]
         return resolved if resolved in found else found[0], slurm.interface
-    if resolved in by_address and not ipaddress.ip_address(resolved).is_loopback:
+    # gloo and NCCL take the first address of an interface, so further ones of the loopback interface reach no node
+    outside = {name: found for name, found in present.items() if not ipaddress.ip_address(found[0]).is_loopback}
+    if resolved in by_address and by_address[resolved] in outside:
         return resolved, by_address[resolved]
-    outside = {found[0]: name for name, found in present.items() if not ipaddress.ip_address(found[0]).is_loopback}
     if len(outside) != 1:
         raise ValueError(
             f"{node}: its name leads to {resolved or 'no address'}, and it has the addresses: {listed}; "
             "set `cluster.slurm.interface`"
         )
-    return next(iter(outside.items()))
+    ((name, found),) = outside.items()
+    return found[0], name
 
 
 def interfaces() -> dict[str, tuple[str, ...]]:

@@ -234,7 +234,7 @@ def _start_again(parts: _Parts, attempt: _Attempt, failure: PlacedError) -> tupl
     if attempt.controller is not None:
         parts.restarts.totals = attempt.controller.totals()
     parts.recorder.flush()
-    parts.recorder.forget_save()
+    parts.recorder.on_trainer_lost()
     resume = resume_point(parts.directory)
     num_repeated = 0 if resume.lost is None else resume.lost.num_steps
     parts.restarts.count(num_repeated)

@@ -162,7 +162,7 @@ def _network(config: RunConfig, directory: Path, step: SlurmStep, node: str) -> 
 def _address(config: RunConfig, node: str) -> str:
     """Address by which other nodes reach this one; the loopback address on a machine without a network."""
     present = interfaces()
-    if {address for found in present.values() for address in found} <= {"127.0.0.1"}:
+    if {found[0] for found in present.values()} <= {"127.0.0.1"}:
         return "127.0.0.1"
     return node_address(node, config.cluster.slurm, present=present, resolved=resolve(node))[0]
 

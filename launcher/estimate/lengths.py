@@ -99,7 +99,8 @@ def _from_metrics(path: Path) -> Lengths:
     rows = [row for row in read_rows(path) if "response_length/mean" in row][-RECENT_STEPS:]
     if not rows:
         raise ConfigError(f"--lengths = {path}: holds no step with response_length/mean; name a run that has trained")
-    decoding = [row for row in rows if "history/tokens_per_forward" in row]
+    # 0, in rows of earlier versions, and absence: no token was counted
+    decoding = [row for row in rows if row.get("history/tokens_per_forward")]
     return stated_lengths(
         prompt=_mean(rows, "prompt_length/mean"),
         response=_mean(rows, "response_length/mean"),

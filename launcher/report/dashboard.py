@@ -73,7 +73,7 @@ def _total(metric: str, values: Floats) -> str | None:
         return None
     if entry.reduction == "total":
         rises = np.diff(values, prepend=0.0)
-        # a start counts from 0 again, so a fall is a new start
+        # a start counts from 0 again, so a fall is a new start; one that has passed the old value at once shows no fall
         return f"{np.where(rises < 0, values, rises).sum():.0f} in all"
     is_per_step = entry.reduction == "sum" or entry.reduction.startswith("sum over ")
     return f"{values.sum():.0f} in all" if is_per_step else None

@@ -148,9 +148,7 @@ def _summary(record: Record) -> str:
     seconds = record.metrics.seconds()
     if (total_s := seconds.sum().item()) > 0:
         total = f"{total_s / 3600:.1f} h" if total_s > 2 * 3600 else f"{total_s:.0f} s"
-        items.append(
-            ("seconds a step", f"{total_s / len(seconds):.1f}", f"{total} in total, with evaluations and checkpoints")
-        )
+        items.append(("seconds a step", f"{total_s / len(seconds):.1f}", f"{total} from the first step to the last"))
     return tiles(items)
 
 

@@ -261,9 +261,10 @@ class RunRecorder:
             self.flush()
         self._saves.finish()
 
-    def forget_save(self) -> None:
-        """Give up a checkpoint under way, because its trainer is lost."""
+    def on_trainer_lost(self) -> None:
+        """Give up a checkpoint under way and the step that the trainer had begun."""
         self._saves.forget()
+        self._timeline.begin_anew()
 
 
 def _newest_evaluation(directory: RunDirectory) -> tuple[int, dict[str, float]] | None:

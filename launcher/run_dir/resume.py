@@ -15,6 +15,7 @@ from launcher.config.schema import RunConfig
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import replace_text
 from megatron_rl.algorithm_settings import STAGES
+from megatron_rl.config import OptimizerConfig
 
 FIXED = ("model", "seed", "deterministic", "data.train", "data.shuffle")
 """Keys that must not change."""
@@ -106,11 +107,17 @@ def _consequence(key: str, config: RunConfig) -> str:
         said = _of_decays(key, config)
     elif key in WARMUPS:
         said = ["a warm-up that is over stays over"]
+    elif key == "trainer.critic.warmup_steps" and _decays_over_the_run(config.trainer.optimizer):
+        said = ["the schedule of the policy's learning rate begins after these steps, so the rate moves"]
     elif targets.get(key):
         said = ["the adaptive coefficient begins anew there, but not from a checkpoint of an earlier version"]
     else:
         said = []
     return f" ({'; '.join(said)})" if said else ""
+
+
+def _decays_over_the_run(optimizer: OptimizerConfig) -> bool:
+    return optimizer.decay != "constant" and not optimizer.decay_steps
 
 
 def _of_decays(key: str, config: RunConfig) -> list[str]:

@@ -3,7 +3,8 @@
 Steps have no gaps between them: a step lasts from the record of the previous step to its own, and includes the
 evaluation and the checkpoint before it. The first step begins with its rollout; earlier time is set-up. Spans and
 forwards are dropped after the step in which they end. A span that is open at the end of a step counts in the next step
-from the start of that step. An engine that was given up counts until the end of the step in which that happened.
+from the start of that step. An engine that was given up counts until the end of the step in which that happened. After
+the loss of a trainer the time until the next step is in no step, as before a start.
 """
 
 from collections.abc import Collection, Sequence
@@ -34,12 +35,24 @@ class StepTimeline:
         self._given_up: frozenset[int] = frozenset()
         """Engines that were given up before this step."""
         self._closed_s: float | None = None
+        self._between: list[Span] = []
+        """Of `BETWEEN_STEPS`, since the last row and before the rollout of the next step."""
+        self._is_between = True
         self.speed: EngineSpeed | None = None
         """Fitted at the end of the last step; None while there are too few forwards."""
 
     def add_span(self, actor: str, activity: str, start_s: float, end_s: float) -> None:
         """Add an activity of an actor; wall clock."""
-        self._spans.append(Span(actor=actor, activity=activity, start_s=start_s, end_s=end_s))
+        span = Span(actor=actor, activity=activity, start_s=start_s, end_s=end_s)
+        self._spans.append(span)
+        # by order: the wall clock may be set within a step
+        self._is_between = self._is_between and activity != "rollout"
+        if self._is_between and activity in BETWEEN_STEPS:
+            self._between.append(span)
+
+    def begin_anew(self) -> None:
+        """A trainer is lost: what it had begun is in no step, and the next row is that of a start."""
+        self._closed_s, self._spans, self._between, self._is_between = None, [], [], True
 
     def add_forwards(self, forwards: Sequence[Forwards]) -> None:
         """Add the forwards of each engine since the last call."""
@@ -58,9 +71,10 @@ class StepTimeline:
         self._closed_s = end_s
         kept = [number for number in range(len(self._forwards)) if number not in self._given_up]
         self._given_up = frozenset(retired)
+        before = _before_step(self._between, end_s - step_s)
+        self._between, self._is_between = [], True
         if not end_s > start_s:  # the wall clock was set back
             return {}
-        before = _before_step(self._spans, end_s - step_s)
         self.speed = fit_speed(self._evidence)
         engines = engine_timelines(
             [self._forwards[number] for number in kept],
@@ -84,12 +98,11 @@ def _thinned(forwards: Sequence[Forwards]) -> list[Forwards]:
     return [of_engine[-begin % every :: every] for of_engine, begin in zip(forwards, begins, strict=False)]
 
 
-def _before_step(spans: Sequence[Span], begin_s: float) -> dict[str, float]:
-    """Seconds of `BETWEEN_STEPS` since the previous row, up to `begin_s`; absent where there were none.
+def _before_step(between: Sequence[Span], begin_s: float) -> dict[str, float]:
+    """Seconds of spans since the previous row, up to `begin_s`; absent where there were none.
 
     A publish within an evaluation or a checkpoint, to engines that were restarted, is a part of it.
     """
-    between = [span for span in spans if span.activity in BETWEEN_STEPS]
     seconds: dict[str, float] = {}
     for span in between:
         # the clock that measures a step and the wall clock differ, so the end of a span may lie behind the begin

@@ -68,11 +68,12 @@ class Coefficients:
     def restored(self, algorithm: AlgorithmConfig, state: Mapping[str, float]) -> "Coefficients":
         """As saved where a coefficient adapts now and did before, from the same start; as configured elsewhere.
 
-        Checkpoints of earlier versions do not tell. Their coefficients are taken as adapted from the present start.
+        Checkpoints of earlier versions do not tell. Their coefficients are taken as adapted from the present start. A
+        divergence's coefficient of 0, which earlier versions could fall to and never leave, begins anew.
         """
         kl_goes_on, entropy_goes_on = _goes_on("kl", algorithm.kl, state), _goes_on("entropy", algorithm.entropy, state)
         return Coefficients(
-            kl=state["kl"] if kl_goes_on else self.kl,
+            kl=state["kl"] if kl_goes_on and state["kl"] > 0 else self.kl,
             entropy=state["entropy"] if entropy_goes_on else self.entropy,
             is_entropy_low=bool(state["is_entropy_low"]) if entropy_goes_on else self.is_entropy_low,
         )

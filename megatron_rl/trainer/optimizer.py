@@ -305,15 +305,19 @@ class LearnedModel:
         """Put a decay over the whole run where a step begins, whose optimizer steps are `configured`.
 
         `finished_steps` are those in which this model could learn: a policy waits during the critic's warm-up.
-        The position moves only after a resume with another number of optimizer steps a step, once the warm-up is over:
-        a warm-up counts the optimizer steps that were made. It is then as if all `finished_steps` had had the present
-        number, and the warm-up keeps its share of these steps, so the rate goes on from where it was. Any other
-        schedule counts the optimizer steps that were made.
+        The position moves only after a resume with another number of optimizer steps a step, or another warm-up of the
+        critic, once the warm-up is over: a warm-up counts the optimizer steps that were made. It is then as if all
+        `finished_steps` had had the present number, and the warm-up keeps its share of these steps, so the rate goes on
+        from where it was. Without finished steps the schedule begins. Any other schedule counts the optimizer steps
+        that were made.
         """
         schedule, before, position = self.schedule, int(self.schedule.num_steps), finished_steps * configured
         if self.config.decay == "constant" or self.config.decay_steps or position == before:
             return
-        if before >= max(schedule.lr_warmup_steps, 1):
+        if not position:  # the critic learns alone for longer than before: the schedule begins after it
+            schedule.step(increment=-before)
+            self._set_warmup(self.config.warmup_steps)
+        elif before >= max(schedule.lr_warmup_steps, 1):
             schedule.step(increment=position - before)
             self._set_warmup(round(schedule.lr_warmup_steps * position / before))
 

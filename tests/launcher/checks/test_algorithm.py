@@ -1,9 +1,11 @@
 """Combinations of stages that pass, with and without a warning; `test_check.py` has those that are refused."""
 
+import re
 from pathlib import Path
 from typing import get_args
 
 import pytest
+import yaml
 
 from launcher.checks.algorithm import algorithm_problems, algorithm_warnings
 from launcher.checks.check import check_run
@@ -11,8 +13,9 @@ from launcher.cluster.node import NodeResources
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
 from megatron_rl.config import AlgorithmConfig
-from megatron_rl.correction_config import BYPASS_PRESETS, Preset
+from megatron_rl.correction_config import BYPASS_PRESETS, CorrectionConfig, Preset
 from tests.launcher.checks.test_check import Write
+from tests.launcher.cluster.test_placement import run_config
 
 
 def test_dynamic_sampling_that_judges_shaped_rewards_causes_a_warning(write_config: Write, node: NodeResources) -> None:
@@ -50,6 +53,25 @@ def test_a_filter_that_drops_right_and_wrong_groups_of_one_causes_a_warning() ->
 )
 def test_filters_that_keep_some_right_or_wrong_groups_cause_no_warning(settings: dict[str, object]) -> None:
     assert algorithm_warnings(AlgorithmConfig.model_validate(settings)) == []
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"preset": "decoupled_seq_is", "cap": 5.0},
+        {"preset": "decoupled_geo_rs", "rejections": [{"statistic": "seq_mean_k1", "high": 1.5}]},
+    ],
+)
+def test_what_a_preset_with_another_key_computes_can_be_kept_by_the_advice(correction: dict[str, object]) -> None:
+    config = CorrectionConfig.model_validate(correction)
+    (problem,) = algorithm_problems(run_config(algorithm={"correction": correction}))
+    (advice,) = re.findall(r"or `algorithm\.correction=({.*})` to keep these values", problem)
+    assert CorrectionConfig.model_validate(yaml.safe_load(advice)) == config.model_copy(update={"preset": "none"})
+
+
+@pytest.mark.parametrize("kl", [{"place": "none", "coefficient": 0.0}, {"place": "none", "coefficient": 0.01}])
+def test_a_divergence_that_is_off_on_purpose_passes(kl: dict[str, object]) -> None:
+    assert algorithm_problems(run_config(algorithm={"kl": kl})) == []
 
 
 @pytest.mark.parametrize("preset", get_args(Preset))

@@ -141,6 +141,7 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
                 "`algorithm.correction.preset` = decoupled_seq_is with `algorithm.correction.mode` = tis_token: the "
                 "preset sets tis_sequence",
                 "set `algorithm.correction={preset: decoupled_seq_is}`",
+                "or `algorithm.correction={mode: tis_token, cap: 2.0}` to keep",
             ],
         ),
         (

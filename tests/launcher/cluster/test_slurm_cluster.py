@@ -151,10 +151,20 @@ def first_jobs(cluster: SlurmCluster, work: Path) -> FirstJobs:
     small = ["run_dir=beside", "num_steps=99", "trainer.parallel.tensor=1", "trainer.parallel.data=1"]
     one, its_log = submit(cluster, work, "run_dir=one_node", *ALIKE, "cluster.slurm.nodes=1", third)
     other, other_log = submit(cluster, work, *small, "engine.num_engines=1", "cluster.slurm.nodes=1", third)
-    wait_until(lambda: bool(read_rows(work / "run" / "metrics.jsonl")), log)
-    sockets = {node: cluster.listening(node) for node in cluster.nodes[:2]}
-    wait_until(lambda: at(work / "beside", 0, "rollout"), other_log)
-    cluster.login("scancel", str(other))
+    sockets: dict[str, Sequence[Listening]] = {}
+    neighbour: str | None = None
+
+    def watch() -> bool:
+        nonlocal neighbour
+        if neighbour is None and at(work / "beside", 0, "rollout"):
+            neighbour = state(cluster, one)
+            cluster.login("scancel", str(other))
+        if not sockets and read_rows(work / "run" / "metrics.jsonl"):
+            sockets.update({node: cluster.listening(node) for node in cluster.nodes[:2]})
+        return neighbour is not None and bool(sockets)
+
+    wait_until(watch, other_log)
+    assert neighbour == "RUNNING", "its neighbour was to be cancelled beside it"
     output = wait_for_end(cluster, two, log)
     its_output, other_output = wait_for_end(cluster, one, its_log), wait_for_end(cluster, other, other_log)
     assert its_output.rstrip().endswith("the run is done"), its_output

@@ -31,7 +31,8 @@ def test_recent_steps_of_a_run_give_lengths_and_tokens_of_a_forward(tmp_path: Pa
             "response_length/mean": 100.0 if step < 5 else 300.0,
             "response_length/max": 1000.0,
             "prompt_length/mean": 40.0,
-            **({} if step == 12 else {"history/tokens_per_forward": 2.0}),  # all of step 12 was sampled ahead
+            # steps 12 and 13 were sampled ahead; 0 is what earlier versions wrote
+            **({} if step == 12 else {"history/tokens_per_forward": 0.0 if step == 13 else 2.0}),
         }
         for step in range(15)
     ]

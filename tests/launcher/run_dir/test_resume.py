@@ -94,6 +94,25 @@ def test_changed_warm_ups_and_starts_of_coefficients_are_reported_with_what_they
 
 
 @pytest.mark.parametrize(
+    ("optimizer", "consequence"),
+    [
+        ({}, ""),
+        ({"decay": "linear", "decay_steps": 9}, ""),
+        (
+            {"decay": "cosine"},
+            " (the schedule of the policy's learning rate begins after these steps, so the rate moves)",
+        ),
+    ],
+)
+def test_another_warm_up_of_the_critic_is_reported_with_what_it_does_to_the_policys_rate(
+    tmp_path: Path, optimizer: dict[str, object], consequence: str
+) -> None:
+    (tmp_path / "config.yaml").write_text(resolved_yaml(run_config(trainer={"optimizer": optimizer})))
+    now = run_config(trainer={"optimizer": optimizer, "critic": {"warmup_steps": 2}})
+    assert f"trainer.critic.warmup_steps: 0 -> 2{consequence}" in changed_keys(tmp_path, now)
+
+
+@pytest.mark.parametrize(
     "parts", [{"seed": 1}, {"model": "other"}, {"data": {"train": [{"path": "z.jsonl"}]}}, {"deterministic": True}]
 )
 def test_a_forbidden_change_of_configuration_is_refused_naming_both_values(

@@ -144,3 +144,31 @@ def test_a_publish_just_before_a_step_is_counted_though_the_wall_clock_is_late()
     timeline = StepTimeline(1)
     timeline.add_span("publisher", "publish", ORIGIN_S, ORIGIN_S + 20)
     assert timeline.close(ORIGIN_S + 118, step_s=100.0)["timing_s/publish_before_step"] == pytest.approx(18)
+
+
+@pytest.mark.parametrize("set_by_s", [-0.5, 150.0])
+def test_no_phase_of_a_step_is_taken_for_one_before_it_when_the_clock_is_set(set_by_s: float) -> None:
+    """Back in the publish, which ends behind its row; forward in the rollout, so that the step seems to begin late."""
+    timeline = StepTimeline(1)
+    now_s = add_spans(timeline, 0, ("engines", "rollout", 100), ("trainer", "switch", 4), ("trainer", "train", 30))
+    now_s = add_spans(timeline, now_s, ("publisher", "publish", 24))
+    rows = [timeline.close(ORIGIN_S + now_s + min(set_by_s, 0), step_s=158)]
+    now_s += set_by_s
+    now_s = add_spans(timeline, now_s, ("engines", "rollout", 100), ("trainer", "switch", 4), ("trainer", "train", 30))
+    rows.append(timeline.close(ORIGIN_S + now_s, step_s=134 if set_by_s < 0 else 20))
+    assert [name for row in rows for name in row if name.endswith("_before_step")] == []
+
+
+def test_after_the_loss_of_a_trainer_the_next_row_is_that_of_a_start() -> None:
+    """The outage of 2,000 s and what the lost trainer had begun are in no step."""
+    timeline = StepTimeline(1)
+    now_s = add_spans(timeline, 0, ("engines", "rollout", 100), *TRAIN)
+    timeline.close(ORIGIN_S + now_s, step_s=160)
+    now_s = add_spans(timeline, now_s, *SAVE, ("engines", "rollout", 100), ("trainer", "switch", 4))
+    timeline.begin_anew()
+    began_s = add_spans(timeline, now_s + 2000, ("publisher", "publish", 20))
+    now_s = add_spans(timeline, began_s, ("engines", "rollout", 100), *TRAIN)
+    row = timeline.close(ORIGIN_S + now_s, step_s=now_s - began_s)
+    assert row["timeline/elapsed_s"] == pytest.approx(160)
+    before = {name: value for name, value in row.items() if name.endswith("_before_step")}
+    assert before == {"timing_s/publish_before_step": pytest.approx(20)}

@@ -113,6 +113,13 @@ def test_restored_coefficients_continue_where_they_adapt_and_follow_the_configur
     assert restored.kl == pytest.approx(0.02 * 1.02)
 
 
+@pytest.mark.parametrize("further", [{}, {"kl_start": 0.02, "kl_target": 0.1}])
+def test_a_coefficient_that_an_earlier_version_has_set_to_0_begins_anew(further: dict[str, float]) -> None:
+    now = AlgorithmConfig(kl={"place": "loss", "target": 0.1, "coefficient": 0.02})
+    state = {"kl": 0.0, "entropy": 0.0, "is_entropy_low": 0.0, **further}
+    assert Coefficients.first(now).restored(now, state).kl == 0.02
+
+
 KL_ADAPTS = {"place": "loss", "coefficient": 0.05, "target": 0.02}
 ENTROPY_ADAPTS = {"coefficient": 0.01, "target": 0.5}
 

@@ -109,6 +109,17 @@ def test_a_decay_over_the_run_keeps_its_place_if_a_resume_changes_the_updates_of
     assert expected[0] < last + 1e-4 and expected[-1] > 0  # no jump up, and the last update still learns
 
 
+@pytest.mark.parametrize("steps_before", [2, 12])
+def test_a_resume_with_a_longer_warm_up_of_the_critic_begins_the_policys_schedule_after_it(steps_before):
+    """Within the rate's warm-up and behind it; the policy has taken steps before the resume."""
+    config = OptimizerConfig(learning_rate=PEAK, decay="linear", warmup_steps=10)
+    model = start(config, 2)
+    take(model, range(steps_before), 2)
+    model = start(config, 2, model.schedule.state_dict())
+    model.begin_schedule(0, configured=2)
+    assert (model.schedule.num_steps, model.schedule.lr_warmup_steps, model.learning_rate) == (0, 10, 0.0)
+
+
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine"])
 @pytest.mark.parametrize(("before", "now", "warm"), [(8, 1, 30), (1, 8, 30), (2, 3, 15)])
 def test_a_warm_up_under_way_goes_on_by_the_updates_that_were_made(style, before, now, warm):
