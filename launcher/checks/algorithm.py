@@ -149,19 +149,19 @@ def _correction(algorithm: AlgorithmConfig) -> list[str]:
 def _preset(correction: CorrectionConfig) -> list[str]:
     """Keys with another value than the preset gives them: what is computed would not be what the preset names."""
     meant, default = CorrectionConfig(preset=correction.preset), CorrectionConfig()
-    others = [key for key in CorrectionConfig.model_fields if getattr(correction, key) != getattr(default, key)]
+    sets, values = preset_keys(correction.preset), dict(correction)
     spelled = ", ".join(
-        f"{key}: {_shown(getattr(correction, key))}"
-        for key in CorrectionConfig.model_fields
-        if key != "preset" and (key in others or key in preset_keys(correction.preset))
+        f"{key}: {_shown(value)}"
+        for key, value in values.items()
+        if key != "preset" and (key in sets or value != getattr(default, key))
     )
     return [
         f"`algorithm.correction.preset` = {correction.preset} with `algorithm.correction.{key}` = "
-        f"{_shown(getattr(correction, key))}: the preset sets {_shown(getattr(meant, key))}; set "
+        f"{_shown(values[key])}: the preset sets {_shown(getattr(meant, key))}; set "
         f"`algorithm.correction={{preset: {correction.preset}}}` to have the preset alone, or "
         f"`algorithm.correction={{{spelled}}}` to keep these values"
-        for key in preset_keys(correction.preset)
-        if getattr(correction, key) != getattr(meant, key)
+        for key in sets
+        if values[key] != getattr(meant, key)
     ]
 
 

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from rollout.evaluation import Change, EvaluationRow, changes, not_compared, other_scales
+from launcher.run_dir.step_timeline import BETWEEN_STEPS
+from rollout.evaluation import Change, EvaluationRow, changes, notes, other_scales
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +39,6 @@ FIELDS = (
 )
 PHASES = ("rollout", "train", "publish", "switch")
 """Phases whose seconds are a part of the step."""
-BEFORE = ("evaluate", "checkpoint", "publish", "switch")
-"""Phases between the previous step's row and this step (`launcher.run_dir.step_timeline`)."""
 TROUBLE = {
     "reward/errors": "reward errors",
     "reward/timeouts": "reward time-outs",
@@ -57,7 +56,9 @@ def step_line(step: int, num_steps: int, metrics: Mapping[str, float]) -> str:
     figures = [f"{field.label} {metrics[field.metric]:{field.form}}" for field in FIELDS if field.metric in metrics]
     seconds = [f"{phase} {metrics[key]:.1f}" for phase in PHASES if (key := f"timing_s/{phase}") in metrics]
     total = f"{metrics['timing_s/step']:.1f} s" if "timing_s/step" in metrics else ""
-    before = [f"{phase} {metrics[key]:.1f}" for phase in BEFORE if (key := f"timing_s/{phase}_before_step") in metrics]
+    before = [
+        f"{phase} {metrics[key]:.1f}" for phase in BETWEEN_STEPS if (key := f"timing_s/{phase}_before_step") in metrics
+    ]
     trouble = [f"{metrics[key]:.0f} {name}" for key, name in TROUBLE.items() if metrics.get(key, 0) > 0]
     timing = f"{total} ({', '.join(seconds)})" if seconds else total
     parts = [
@@ -170,8 +171,7 @@ class RunProgress:
         table = before_after_table(rows)
         if table.row_count:
             self._console.print(table)
-        compared = [row for change in changes(rows) for row in (change.before, change.after)]
-        for sentence in (*not_compared(rows), *other_scales(compared).values()):
+        for sentence in notes(rows):
             self.say(sentence)
 
     def close(self) -> None:

@@ -7,7 +7,6 @@ records keep their events, because the device may still run these forwards. Olde
 Invariant: every forward is drained once, in the order of recording. It takes 28 bytes until then.
 """
 
-import struct
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,9 +33,6 @@ In older traces `num_running` has the 32 bits of the first two counts: they read
 
 Forwards = npt.NDArray[np.void]
 """[N] of `FORWARD`."""
-
-_ROW = struct.Struct("=dHHiqf")
-"""Bytes of one row of `FORWARD`."""
 
 NUM_RECENT = 256
 """Newest forwards that may not have ended; far more than an engine submits ahead of its device."""
@@ -80,7 +76,7 @@ class ForwardLog:
 
     def _pack_oldest(self) -> None:
         record = self._recent.popleft()
-        self._packed += _ROW.pack(
+        row = (
             record.started_at_s,
             record.num_running,
             record.num_preempted,
@@ -88,6 +84,7 @@ class ForwardLog:
             record.num_context_tokens,
             record.seconds(),
         )
+        self._packed += np.array(row, dtype=FORWARD).tobytes()
 
 
 def decode_forwards(data: bytes) -> Forwards:
