@@ -22,7 +22,7 @@ SPECS = {
         DENSE, family="qwen3_moe", ffn_size=192, experts=Experts(count=4, per_token=2, ffn_size=192, normalised=True)
     ),
 }
-TOKENS = 96
+TOKENS = 32
 FUSED = {"bias_activation_fusion": True}
 
 

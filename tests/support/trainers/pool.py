@@ -8,6 +8,7 @@ and returns their results in rank order. Functions and values travel by pickle.
 import gc
 import multiprocessing
 import os
+import sys
 import tempfile
 import traceback
 from multiprocessing.connection import Connection
@@ -29,15 +30,21 @@ def _serve(connection: Connection, rank: int) -> None:
     from megatron_rl.model import parallel as ranks
 
     joined = None
+    num_modules = 0
     while (order := connection.recv()) is not None:
         function, arguments, parallel, store = order
         try:
             if joined != (parallel, store):
                 if joined is not None:
                     ranks.destroy()
-                    # trainers refer to themselves, and keep their groups' threads, dozens, that wake up all the time
-                    gc.collect()
                 joined = None
+                # trainers refer to themselves, and keep their groups' threads, dozens, that wake up all the time
+                _forget_graphs()
+                gc.collect()
+                if len(sys.modules) > num_modules:
+                    # neither these collections nor those of Megatron's checkpoints scan the imported modules again
+                    gc.freeze()
+                    num_modules = len(sys.modules)
                 position = ranks.initialize(
                     parallel,
                     rank=rank,
@@ -49,6 +56,15 @@ def _serve(connection: Connection, rank: int) -> None:
             connection.send((True, function(position, parallel, *arguments)))
         except Exception:  # process border: the parent raises it again with the rank's name
             connection.send((False, traceback.format_exc()))
+
+
+def _forget_graphs() -> None:
+    """Dispatchers of experts hold the graph of the last forward, in which the collector does not find the model."""
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    for found in gc.get_objects():
+        if issubclass(type(found), MoETokenDispatcher):
+            vars(found).clear()
 
 
 class RankPool:
