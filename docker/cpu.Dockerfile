@@ -3,7 +3,7 @@
 FROM python:3.11-slim-bookworm
 
 RUN apt-get update \
-    && apt-get install --yes --no-install-recommends gcc g++ git make \
+    && apt-get install --yes --no-install-recommends gcc g++ git libnuma1 make \
     && rm -rf /var/lib/apt/lists/*
 
 WORKDIR /megatron-rl

@@ -167,7 +167,7 @@ def _run(path: str, overrides: Sequence[str], command: Command, *, dry_run: bool
         return 0
     from launcher.commands.run import run
 
-    run(checked)
+    run(checked, command)
     return 0
 
 

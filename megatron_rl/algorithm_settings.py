@@ -4,9 +4,10 @@ The table of stages is at the head of `megatron_rl.algorithm`, and the functions
 checks settings without torch.
 """
 
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from megatron_rl.stages import Choice, Column, Stage
 
@@ -35,10 +36,20 @@ class Accuracy(Choice):
     path: ClassVar[str] = f"{_PACKAGE}.filters.accuracy"
     name: Literal["accuracy"] = "accuracy"
     """Name of the function."""
-    low: float = 0.0
-    """Groups with this mean accuracy or less are dropped."""
-    high: float = 1.0
+    low: float = Field(default=0.0, lt=1)
+    """Groups with this mean accuracy or less are dropped. It is below `high`."""
+    high: float = Field(default=1.0, gt=0)
     """Groups with this mean accuracy or more are dropped."""
+
+    @model_validator(mode="after")
+    def _keeps_a_group(self) -> Self:
+        if self.low >= self.high:
+            raise PydanticCustomError(
+                "accuracy",
+                "`low` = {low} is not below `high` = {high}, so every group would be dropped; lower low or raise high",
+                {"low": self.low, "high": self.high},
+            )
+        return self
 
 
 class KeepAll(Choice):

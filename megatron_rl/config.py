@@ -10,7 +10,7 @@ from history.config import Config
 from megatron_rl.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from megatron_rl.correction_config import CorrectionConfig as CorrectionConfig
 from megatron_rl.correction_config import RejectionConfig as RejectionConfig
-from megatron_rl.passthrough import passthrough_problem
+from megatron_rl.passthrough import passthrough_problem, recompute_problem
 from rollout.config import InFlight
 
 Fp8 = Literal["none", "blockwise", "blockwise_param"]
@@ -146,8 +146,8 @@ class TrainerConfig(Config):
     """Activation recomputation. `full`: layers keep their inputs, and their forward runs again. `selective`: attention
     runs again, which frees memory only where it is unfused (GPUs below compute capability 9.0 without `flash-attn`)."""
     offload: Literal["none", "optimizer", "all"] = "none"
-    """Trainer state that moves to host memory while engines sample. GPUs only. `optimizer`: gradients, master weights
-    and moments. `all`: the weights as well."""
+    """Trainer state that moves to host memory while engines sample. GPUs only; a warm start has no engines.
+    `optimizer`: gradients, master weights and moments. `all`: the weights as well."""
     cpu_threads: int = Field(default=1, gt=0)
     """Threads of each trainer rank. CPU only."""
     timeout_s: float = Field(default=1800.0, gt=0)
@@ -157,9 +157,9 @@ class TrainerConfig(Config):
     micro batch, a tensor, a bucket, or a MiB of a file. It must be longer than the first micro batch, which compiles
     kernels on a GPU. `timeout_s` still bounds the whole call."""
     max_restarts: int = Field(default=2, ge=0)
-    """Most restarts of the trainer within the last 100 finished steps; repeated steps count once. If a rank dies, hangs
-    or fails, all ranks start again from the newest checkpoint. Engines and history stay, and the steps since the
-    checkpoint are repeated."""
+    """Most restarts of a run's trainer within the last 100 finished steps; repeated steps count once. If a rank dies,
+    hangs or fails, all ranks start again from the newest checkpoint. Engines and history stay, and the steps since the
+    checkpoint are repeated. A warm start has no checkpoint and is not restarted."""
     megatron: dict[str, str | int | float | bool] = {}
     """Further fields of Megatron's `TransformerConfig`, those that change how a forward is computed and not what is
     learned (list in `megatron_rl.passthrough`)."""
@@ -170,6 +170,12 @@ class TrainerConfig(Config):
         if problem := passthrough_problem(value):
             raise PydanticCustomError("megatron_field", "{problem}", {"problem": problem})
         return value
+
+    @model_validator(mode="after")
+    def _check_recompute(self) -> "TrainerConfig":
+        if problem := recompute_problem(self.recompute, self.megatron):
+            raise PydanticCustomError("recompute", "{problem}", {"problem": problem})
+        return self
 
 
 class PublishConfig(Config):
@@ -183,7 +189,9 @@ class PublishConfig(Config):
     bucket_bytes: int = Field(default=64 << 20, gt=0)
     """Upper bound of a bucket. A larger piece of a layer gets a bucket of its own."""
     probe_tokens: int = Field(default=32, gt=1)
-    """Length of the fixed probe prompt by which every publish is checked. Shorter prompts find fewer faults."""
+    """Length of the fixed probe prompt by which every publish is checked. Shorter prompts find fewer faults. It is
+    below the longest sequence of the run, and one forward of an engine holds it (`engine.vllm.max_num_batched_tokens`).
+    """
     timeout_s: float = Field(default=300.0, gt=0)
     """Deadline of one publish. The error names the late ranks."""
     in_flight: InFlight = "recompute"

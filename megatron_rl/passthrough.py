@@ -37,8 +37,14 @@ FIELDS: Mapping[str, type[bool] | type[int] | type[str]] = {
 }
 """Name and type of each field."""
 
-METHODS = ("uniform", "block")
-"""Values of `recompute_method`."""
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "moe_router_dtype": ("fp32", "fp64"),
+    "recompute_method": ("uniform", "block"),
+}
+"""Values of the fields that are text. Megatron takes any other type of a router as that of the router's input."""
+
+OF_FULL_RECOMPUTATION = ("recompute_method", "recompute_num_layers")
+"""Fields that Megatron reads only if whole layers are recomputed."""
 
 OTHER_KEYS = {
     "distribute_saved_activations": "sequence parallelism, on beside tensor parallelism, distributes them already",
@@ -67,8 +73,19 @@ def passthrough_problem(fields: Mapping[str, object]) -> str:
             return f"`{name}` is not a field that may be set here; {hint}These may: {', '.join(sorted(FIELDS))}"
         if type(value) is not kind:
             return f"`{name}` = {value} must be of type {kind.__name__}"
-    if (method := fields.get("recompute_method", METHODS[0])) not in METHODS:
-        return f"`recompute_method` = {method}: Megatron knows {' and '.join(METHODS)}; set it to one of them"
+        if name in CHOICES and value not in CHOICES[name]:
+            return f"`{name}` = {value}: Megatron knows {' and '.join(CHOICES[name])}; set it to one of them"
     if int(str(fields.get("recompute_num_layers", 1))) < 1:
         return f"`recompute_num_layers` = {fields['recompute_num_layers']} must be at least 1; raise it or remove it"
     return ""
+
+
+def recompute_problem(recompute: str, fields: Mapping[str, object]) -> str:
+    """Why fields of `trainer.megatron` do not go with `trainer.recompute`, with the fix; empty if they do."""
+    unread = [f"{name} = {fields[name]}" for name in OF_FULL_RECOMPUTATION if name in fields]
+    if recompute == "full" or not unread:
+        return ""
+    return (
+        f"`trainer.megatron` sets {' and '.join(unread)}, which `trainer.recompute` = {recompute} does not read; set "
+        "recompute to full, or remove what it sets"
+    )

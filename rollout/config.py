@@ -1,9 +1,11 @@
 """Configuration of data, engines, sampling, rewards and evaluation."""
 
+import json
 import math
 from typing import Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, PositiveFloat, field_validator
+from pydantic_core import PydanticCustomError
 
 from history.config import Config
 
@@ -110,7 +112,12 @@ class EngineConfig(Config):
     weights move to host memory. 2: KV cache and weights are discarded; the next publish brings new weights."""
     # Rounding grows with the logits and with the root of the depth. BF16 alone made 0.0125 to 0.017 of the spread in
     # models of 4 layers, so 64 layers may make 0.07. An engine with another rotary base made 0.47.
-    probe_max_logprob_gap: dict[Format, float] = {"bf16": 0.1, "int8": 0.6, "fp8_channel": 0.6, "fp8_block": 0.6}
+    probe_max_logprob_gap: dict[Format, PositiveFloat] = {
+        "bf16": 0.1,
+        "int8": 0.6,
+        "fp8_channel": 0.6,
+        "fp8_block": 0.6,
+    }
     """Largest mean absolute difference between an engine's and the trainer's log-probabilities of the probe prompt, per
     nat of their spread: the standard deviation of the trainer's, at least 1. It includes 8-bit rounding, because the
     trainer uses its own weights. Above it the publish fails. Formats that are not named keep their bounds."""
@@ -129,7 +136,8 @@ class EngineConfig(Config):
     update_timeout_s: float = Field(default=300.0, gt=0)
     """Deadline of a weight update on an engine. An engine that misses it is fenced, and the error names it."""
     vllm: dict[str, str | int | float | bool] = {}
-    """Further engine arguments of vLLM. They are passed unchanged and checked by vLLM."""
+    """Further engine arguments of vLLM, passed unchanged. vLLM checks their names before a run starts, and their values
+    when engines start. Some values of `max_num_batched_tokens` and `enable_chunked_prefill` are refused earlier."""
 
     @property
     def formats(self) -> str:
@@ -141,6 +149,19 @@ class EngineConfig(Config):
     def _keeps_other_bounds(cls, given: dict[Format, float]) -> dict[Format, float]:
         defaults: dict[Format, float] = cls.model_fields["probe_max_logprob_gap"].default
         return defaults | given
+
+    @field_validator("vllm")
+    @classmethod
+    def _counts_tokens(cls, given: dict[str, str | int | float | bool]) -> dict[str, str | int | float | bool]:
+        """Memory plan and graphs count the tokens of a forward, long before vLLM reads the value."""
+        most = given.get("max_num_batched_tokens", BATCHED_TOKENS)
+        if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+            raise PydanticCustomError(
+                "vllm_argument",
+                "`max_num_batched_tokens` = {value} is not a whole number above 0; write it in digits, as 8192",
+                {"value": json.dumps(most)},
+            )
+        return given
 
     @property
     def max_probe_gap(self) -> float:

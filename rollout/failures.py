@@ -32,7 +32,7 @@ class Place:
     """The process or processes in which a failure happened."""
 
     role: str = ""
-    """`engine`, `trainer`, `scorer` or `text actor`; empty where unknown."""
+    """`engine`, `trainer`, `scorer`, `text actor` or `reader of rows`; empty where unknown."""
     ranks: tuple[int, ...] = ()
     """Number of the engine, or rank of the trainer."""
     node: str = ""

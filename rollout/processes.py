@@ -28,7 +28,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -49,9 +49,15 @@ class ProcessEnv:
         """Environment of the controller, which does no heavy computation."""
         return self._threads(1) | _OFFLINE
 
-    def trainer_rank(self, *, threads: int) -> dict[str, str]:
-        """Environment of one trainer rank with `threads` OpenMP threads."""
-        return self._threads(threads) | self._network() | _OFFLINE | _MEGATRON
+    def trainer_rank(self, *, threads: int, is_deterministic: bool = False) -> dict[str, str]:
+        """Environment of one trainer rank.
+
+        Args:
+            threads: OpenMP threads.
+            is_deterministic: whether libraries of GPUs use only algorithms that repeat their bits.
+        """
+        repeating = {name: values[0] for name, values in DETERMINISTIC.items()} if is_deterministic else {}
+        return self._threads(threads) | self._network() | _OFFLINE | _MEGATRON | repeating
 
     def engine(self, *, threads: int, cores: tuple[tuple[int, ...], ...] = ()) -> dict[str, str]:
         """Environment of one engine and its children.
@@ -126,6 +132,16 @@ _MEGATRON = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
 
+DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
+    # Transformer Engine's attention; Megatron builds no deterministic model without it
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
+    # torch names both values: with others, products on several streams may not repeat
+    "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
+    # sums that switches compute (NVLS) have no fixed order; Megatron-LM takes these values
+    "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
+}
+"""Variables of a deterministic trainer rank, and their values that keep it so; the first one is set."""
+
 _VLLM = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
@@ -140,8 +156,18 @@ _VLLM = {
     "VLLM_USE_DEEP_GEMM": "0",
 }
 
-OVERRIDABLE = (*HEAP, "VLLM_USE_DEEP_GEMM")
-"""Variables of an engine for which the value in the environment of a run takes precedence."""
+OVERRIDABLE = (*HEAP, "VLLM_USE_DEEP_GEMM", *DETERMINISTIC)
+"""Variables of a process for which the value in the environment of a run takes precedence."""
+
+
+def contradictions(environment: Mapping[str, str]) -> list[str]:
+    """Why a trainer rank with these variables may not be deterministic, with the fix. Absent ones are no reason."""
+    return [
+        f"{name} = {environment[name]} in the environment, with which a deterministic trainer may not repeat its bits "
+        f"or not start; unset it, or set it to {' or '.join(values)}"
+        for name, values in DETERMINISTIC.items()
+        if environment.get(name, values[0]) not in values
+    ]
 
 
 VARIABLE = "MEGATRON_RL_LOG"
@@ -196,6 +222,8 @@ class ProcessId:
     """Descriptor of its `rollout.progress` page; -1 if it leaves no marks."""
     host: str = ""
     """Name of its machine, for messages."""
+    children: tuple[tuple[int, int], ...] = ()
+    """(pid, start_ticks) of processes below it that may outlive it; empty where nobody has looked."""
 
     def __str__(self) -> str:
         return f"process {self.pid} on {self.host}" if self.host else f"process {self.pid}"
@@ -212,6 +240,14 @@ class ProcessId:
             page=page_descriptor(),
             host=socket.gethostname(),
         )
+
+    def with_children(self) -> "ProcessId":
+        """The same process of this node with all that it has started, directly or not, and that live now."""
+        found = []
+        for child in psutil.Process(self.pid).children(recursive=True):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                found.append((child.pid, start_ticks(child.pid)))
+        return replace(self, children=tuple(found))
 
     def stacks_file(self, when: str) -> Path | None:
         """File for the stacks of the process, on its node; None if it has no log."""
@@ -235,14 +271,14 @@ def write_stacks_on_signal() -> None:
 
 
 def family(process: ProcessId) -> list[psutil.Process]:
-    """A process of this node and its children; empty if it has ended."""
-    try:
-        root = psutil.Process(process.pid)
-        if start_ticks(process.pid) != process.start_ticks:
-            return []
-        return [root, *root.children(recursive=True)]
-    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-        return []
+    """A process of this node and its children, also known ones that have outlived it; without those that have ended."""
+    members: dict[int, psutil.Process] = {}
+    for pid, ticks in ((process.pid, process.start_ticks), *process.children):
+        with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+            root = psutil.Process(pid)
+            if start_ticks(pid) == ticks:
+                members |= {member.pid: member for member in (root, *root.children(recursive=True))}
+    return list(members.values())
 
 
 def kill_processes(processes: Sequence[ProcessId]) -> int:

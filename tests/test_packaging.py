@@ -208,6 +208,14 @@ def test_a_dockerfile_runs_the_commands_of_the_readme_and_copies_what_exists(nam
     assert "make setup-cuda " in readme and "make test-gpu PYTHON=.venv-cuda/bin/python" in readme
 
 
+def test_the_cpu_image_and_the_readme_name_the_package_of_the_cpu_kernels_library() -> None:
+    """vLLM's CPU kernels are linked with libnuma, which no Python package of the lock holds."""
+    image = (ROOT / "docker" / "cpu.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    (installed,) = re.findall(r"apt-get install (.+?) &&", image)
+    assert "libnuma1" in installed.split()
+    assert "`libnuma1`" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
 def is_left_out(path: str) -> bool:
     """Whether `.dockerignore`, whose patterns begin at the root, leaves out this file or a folder above it.
 

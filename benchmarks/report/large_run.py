@@ -103,8 +103,8 @@ def write_large_run(path: Path, size: Size, *, seed: int, settings: Mapping[str,
                 end_s = now + metrics[f"timing_s/{activity}"]
                 run.record_span(actor, activity, now, end_s)
                 now = end_s
-            metrics |= {"timing_s/step": now - began, "timeline/elapsed_s": now - began, "time_s": now}
-            run.append_metrics(step, metrics)
+            metrics |= {"timing_s/step": now - began, "timeline/elapsed_s": now - began}
+            run.append_metrics(step, metrics, ended_s=now)
         _write_forwards(path / "traces", size, starts_s, curves["timing_s/rollout"], random)
 
 

@@ -40,7 +40,7 @@ def convert(source: str, *, data_source: str = "") -> tuple[list[dict[str, objec
             count += 1
             row = _row(values, where=where, data_source=data_source or Path(source).stem)
             asked = [row[name] for name in ("prompt", "data_source", "ground_truth")]
-            rows.setdefault(json.dumps(asked, sort_keys=True), row)
+            rows.setdefault(json.dumps(asked, sort_keys=True, default=str), row)
     if not count:
         raise ValueError(f"{source}: holds no rows")
     return list(rows.values()), count
@@ -77,7 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"convert: {error}", file=sys.stderr)
         return 2
     arguments.target.parent.mkdir(parents=True, exist_ok=True)
-    replace_text(arguments.target, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    lines = [json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows]
+    replace_text(arguments.target, "".join(lines))
     print(f"{arguments.target}: {len(rows)} prompts of {count} rows")
     return 0
 

@@ -20,7 +20,7 @@ from launcher.checks.formats import weight_format_warnings
 from launcher.checks.fp8 import fp8_warnings
 from launcher.checks.functions import function_problems
 from launcher.checks.memory import MemoryPlan, allocator_problems, sft_memory, store_warnings
-from launcher.checks.model import engine_problems, response_lengths, sft_problems
+from launcher.checks.model import engine_problems, forward_problems, response_lengths, sft_problems
 from launcher.checks.paths import file_problems, folder_problems, warm_start_target
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import Placement, plan_sft
@@ -42,7 +42,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 class CheckedRun:
     """A run that can be started, with all facts that its checks have read or computed, so that each is read once."""
 
+    given: RunConfig
+    """The configuration that was checked; `engine.gpu_memory_fraction` may leave the KV cache open."""
     config: RunConfig
+    """With the size of the KV cache (`launcher.checks.kv_cache`)."""
     spec: ModelSpec
     """Architecture of the model in `config.model`."""
     format: WeightFormat
@@ -87,7 +90,7 @@ def check_run(
         problems += allocator_problems(fitted.placement.transport, os.environ)
     _raise_any(problems)
     assert fitted is not None, "a run without a placement has problems"
-    config = fitted.config
+    given, config = config, fitted.config
     format = WeightFormat.of(config.engine)
     warnings = weight_format_warnings(spec, format, nodes[0]) + fp8_warnings(spec, config.trainer, format)
     warnings += attention_warnings(config.trainer, nodes[0], flash_attention=flash_attention)
@@ -95,6 +98,7 @@ def check_run(
     warnings += checkpoint_warnings(config) + deadline_warnings(config)
     warnings += store_warnings(config, fitted.placement) + argument_warnings
     return CheckedRun(
+        given=given,
         config=config,
         spec=spec,
         format=format,
@@ -171,9 +175,9 @@ def check_eval(config: EvalConfig, found: Sequence[str] = ()) -> None:
         )
     spec = _model(config.model, problems)
     if spec is not None:
-        problems += engine_problems(
-            spec, config.engine, config.max_prompt_tokens, response_lengths(config.sets, "sets")
-        )
+        responses = response_lengths(config.sets, "sets")
+        problems += engine_problems(spec, config.engine, config.max_prompt_tokens, responses)
+        problems += forward_problems(config.engine, config.max_prompt_tokens + max(responses.values(), default=0))
     _raise_any(problems)
 
 

@@ -199,6 +199,11 @@ def _refill(config: RunConfig) -> list[str]:
         return []
     planner, problems = config.planner, []
     key = f"`algorithm.max_refill` = {config.algorithm.max_refill}"
+    if config.algorithm.max_groups == config.algorithm.prompts_per_step:
+        problems.append(
+            f"{key} with `algorithm.prompts_per_step` = {config.algorithm.prompts_per_step}: their product is not one "
+            "group, so nothing would be replaced; set max_refill to 2, for example, or to 0"
+        )
     if isinstance(config.algorithm.filter, KeepAll):
         problems.append(
             f"{key} with `algorithm.filter` = none: groups without signal would be trained on, not replaced; set "

@@ -1,7 +1,11 @@
 """The nodes of a SLURM job before it has them: `cluster.slurm`, and inside an allocation the node of this process."""
 
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+
 from launcher.cluster.node import JobGpu, NodeResources, job_nodes
-from launcher.cluster.slurm_step import in_allocation
+from launcher.cluster.slurm_step import host_names, in_allocation
 from launcher.config.slurm import SlurmConfig
 from launcher.estimate.hardware import GPUS
 
@@ -9,6 +13,22 @@ from launcher.estimate.hardware import GPUS
 def expected_nodes(slurm: SlurmConfig, local: NodeResources) -> tuple[NodeResources, ...]:
     """The nodes that a job will have; `local` is the node of this process."""
     return job_nodes(slurm, local.cpu_cores, job_gpu(slurm, local, in_allocation=in_allocation()))
+
+
+def like_this_node(nodes: Sequence[NodeResources], local: NodeResources) -> tuple[NodeResources, ...]:
+    """Expected nodes with the free memory of the node of this process, which is one of them. Pure."""
+    available, shared = local.available_bytes, local.shared_bytes
+    return tuple(replace(node, available_bytes=available, shared_bytes=shared) for node in nodes)
+
+
+def is_allocated(node: str) -> bool:
+    """Whether `node`, that of this process, belongs to the job; a shell of `salloc` may run on a login node.
+
+    Raises:
+        LaunchError: SLURM's list of the job's nodes is no host list.
+    """
+    listed = os.environ.get("SLURM_JOB_NODELIST", "")
+    return bool(listed) and not {node, node.partition(".")[0]}.isdisjoint(host_names(listed))
 
 
 def job_gpu(slurm: SlurmConfig, local: NodeResources, *, in_allocation: bool) -> JobGpu:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from rollout.data.rows import prompt_of, raw_rows, read_rows, unreadable
+from rollout.data.rows import raw_rows, read_rows, unreadable
+from rollout.data.sft_rows import texts_of
 
 KINDS = (".jsonl", ".parquet")
 
@@ -34,9 +35,7 @@ def sft_file(key: str, path: str) -> list[str]:
     try:
         with closing(raw_rows(path)) as rows:
             for where, values in rows:
-                if not isinstance(values, dict) or not isinstance(values.get("response"), str):
-                    return [f"`{key}`: {where}: a row must be an object with `prompt` and `response` (text)"]
-                prompt_of(values, where=where)
+                texts_of(values, where=where)
     except ValueError as error:
         return [f"`{key}`: {error}"]
     return []

@@ -105,19 +105,18 @@ def run_memory(run: PlannedRun, nodes: Sequence[NodeResources]) -> MemoryPlan:
 def store_warnings(config: RunConfig, placement: Placement) -> list[str]:
     """Warns of an object store that could not hold the responses of a step in memory, if all had the longest length.
 
-    Engines' nodes hold what their engines sampled until a step later, and what is sampled ahead. Trainers' nodes fetch
-    the shares of their replicas.
+    Engines' nodes hold what their engines sampled until a step later, and what is sampled ahead, with the groups that
+    dynamic sampling adds. Trainers' nodes fetch the shares of their replicas, of groups that are trained on.
     """
     algorithm = config.algorithm
-    responses = algorithm.prompts_per_step * algorithm.group_size
-    step_bytes = responses * config.sampling.max_response_tokens * RESPONSE_TOKEN_BYTES
+    group_bytes = algorithm.group_size * config.sampling.max_response_tokens * RESPONSE_TOKEN_BYTES
     on_engines = {slot.node for slot in placement.serving}
     replicas = {(rank.node, rank.data_rank) for rank in placement.trainers}
     most = 0.0
     for node in {*on_engines, *[node for node, _ in replicas]}:
-        sampled = (2 + config.planner.overlap) / len(on_engines) if node in on_engines else 0.0
-        fetched = sum(at == node for at, _ in replicas) / config.trainer.parallel.data
-        most = max(most, step_bytes * (sampled + fetched))
+        steps = (2 + config.planner.overlap) / len(on_engines) if node in on_engines else 0.0
+        share = sum(at == node for at, _ in replicas) / config.trainer.parallel.data
+        most = max(most, group_bytes * (steps * algorithm.max_groups + share * algorithm.prompts_per_step))
     store = config.cluster.object_store_bytes
     if most <= store:
         return []

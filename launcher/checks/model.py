@@ -8,9 +8,10 @@ from launcher.checks.fp8 import fp8_problems
 from launcher.cluster.node import NodeResources
 from launcher.config.schema import RunConfig, SftConfig
 from megatron_rl.activations import recomputation
-from megatron_rl.config import ParallelConfig, TrainerConfig
+from megatron_rl.config import CriticConfig, ParallelConfig, ReferenceConfig, TrainerConfig
 from megatron_rl.memory import kv_bytes_per_token
 from megatron_rl.model.spec import ModelSpec, check_parallel, stage_layers
+from megatron_rl.passthrough import recompute_problem
 from rollout.config import EngineConfig, EvalSetConfig
 from rollout.weights.format import WeightFormat
 
@@ -28,10 +29,14 @@ def model_problems(
     """
     responses = {"sampling.max_response_tokens": config.sampling.max_response_tokens}
     responses |= response_lengths(config.evaluation.sets, "evaluation.sets")
+    longest = config.data.max_prompt_tokens + max(responses.values())
+    draft_tokens = config.history.max_draft_tokens if config.drafts else 0
     tensor_parallel = config.engine.tensor_parallel
     return [
         *partition_problems(spec, config.trainer.parallel, node),
         *engine_problems(spec, config.engine, config.data.max_prompt_tokens, responses, fraction=fraction),
+        *forward_problems(config.engine, longest, draft_tokens=draft_tokens, on_gpu=bool(node.gpu_bytes)),
+        *_probe(config, longest, node),
         *weight_format_problems(spec, WeightFormat.of(config.engine), node, tensor_parallel=tensor_parallel),
         *kv_format_problems(spec, config.engine.kv_format, node),
         *fp8_problems(spec, config.trainer, node),
@@ -55,11 +60,27 @@ def sft_problems(config: SftConfig, spec: ModelSpec, node: NodeResources) -> lis
         )
     return [
         *problems,
+        *_unused(config.trainer),
         *partition_problems(spec, config.trainer.parallel, node),
         *fp8_problems(spec, config.trainer, node),
         *recompute_problems(spec, config.trainer),
         *hosted_state_problems(config.trainer, node),
     ]
+
+
+def _unused(trainer: TrainerConfig) -> list[str]:
+    """Keys that a warm start has no use for: it has neither engines nor a model beside the trained one."""
+    problems = []
+    if trainer.offload != "none":
+        problems.append(
+            f"`trainer.offload` = {trainer.offload}: a warm start has no engines for which its trainer would make "
+            "room; set it to none"
+        )
+    if trainer.critic != CriticConfig():
+        problems.append("`trainer.critic` is set, but a warm start trains no critic; leave it out")
+    if trainer.reference != ReferenceConfig():
+        problems.append("`trainer.reference` is set, but a warm start reads no reference policy; leave it out")
+    return problems
 
 
 def partition_problems(spec: ModelSpec, parallel: ParallelConfig, node: NodeResources) -> list[str]:
@@ -110,21 +131,68 @@ def engine_problems(
     return problems
 
 
+def forward_problems(engine: EngineConfig, longest: int, *, draft_tokens: int = 0, on_gpu: bool = False) -> list[str]:
+    """Sizes of a forward that vLLM refuses when engines start.
+
+    Args:
+        engine: configuration of the engines.
+        longest: tokens of the longest prompt with the longest response.
+        draft_tokens: most drafted tokens of a request; 0 without drafts.
+        on_gpu: whether engines have GPUs. Those on a CPU have vLLM's own size where none is given.
+    """
+    given = "max_num_batched_tokens" in engine.vllm
+    most, full, problems = engine.forward_tokens(draft_tokens), 1 + draft_tokens, []
+    key = f"`engine.vllm.max_num_batched_tokens` = {most}"
+    if most < engine.max_num_seqs:
+        problems.append(
+            f"{key} with `engine.max_num_seqs` = {engine.max_num_seqs}: a forward holds a token of every request; "
+            f"raise it to {engine.max_num_seqs} or more, or lower max_num_seqs"
+        )
+    if engine.vllm.get("enable_chunked_prefill") is False and most < longest and (given or on_gpu):
+        problems.append(
+            f"`engine.vllm.enable_chunked_prefill` = false: a forward must hold the longest sequence, of {longest} "
+            f"tokens, and holds {most}; set `engine.vllm.max_num_batched_tokens` to {longest} or more"
+        )
+    if on_gpu and draft_tokens and not engine.vllm.get("enforce_eager") and not engine.graph_tokens(draft_tokens):
+        problems.append(
+            f"{key} with `history.max_draft_tokens` = {draft_tokens}: vLLM's smallest CUDA graph with drafts has the "
+            f"{full} tokens of a request with a full draft; raise it to {full}, lower max_draft_tokens, or set "
+            "`engine.vllm.enforce_eager` to true"
+        )
+    return problems
+
+
+def _probe(config: RunConfig, longest: int, node: NodeResources) -> list[str]:
+    """Problems of the probe's length with engines, which score it in one forward and sample a token after it."""
+    probe, problems = config.publish.probe_tokens, []
+    all_draft = config.drafts and not config.history.baseline_engines
+    # without a size of its own, an engine on a CPU has vLLM's, with or without drafts
+    most = config.engine.forward_tokens(config.history.max_draft_tokens if all_draft and node.gpu_bytes else 0)
+    if probe > most:
+        problems.append(
+            f"`publish.probe_tokens` = {probe}: an engine scores the probe in one forward, which holds {most} tokens; "
+            f"lower it to {most} or less, or raise `engine.vllm.max_num_batched_tokens`"
+        )
+    if probe >= longest:
+        problems.append(
+            f"`publish.probe_tokens` = {probe}: an engine samples a token after the probe, and its longest sequence "
+            f"(`data.max_prompt_tokens` and the longest response) has {longest} tokens; lower it below {longest}"
+        )
+    return problems
+
+
 def response_lengths(sets: Mapping[str, EvalSetConfig], key: str) -> dict[str, int]:
     """Longest response by the key that bounds it."""
     return {f"{key}.{name}.max_response_tokens": config.max_response_tokens for name, config in sets.items()}
 
 
 def recompute_problems(spec: ModelSpec, trainer: TrainerConfig, *, beside: Sequence[ModelSpec] = ()) -> list[str]:
-    """Problems of `recompute_num_layers` of `trainer.megatron`, with which Megatron's first forward would fail.
+    """Problems of the recomputation in `trainer.megatron`, with which Megatron's first forward would fail.
 
     The fix that they name also suits the models `beside`, which have the same keys.
     """
-    if trainer.recompute == "selective" and "recompute_num_layers" in trainer.megatron:
-        return [
-            f"`trainer.megatron` sets recompute_num_layers = {trainer.megatron['recompute_num_layers']}, and "
-            "`trainer.recompute` = selective recomputes no layers; set recompute to full, or remove the field"
-        ]
+    if problem := recompute_problem(trainer.recompute, trainer.megatron):
+        return [problem]
     method, size = recomputation(trainer)
     stages, *others = (
         {len(stage) for stage in stage_layers(each.num_layers, trainer.parallel.pipeline)} for each in (spec, *beside)

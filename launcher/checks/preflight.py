@@ -4,18 +4,20 @@ The last check takes some seconds: it imports vLLM in another process and multip
 does when it starts. No cluster is started. `--dry-run` of a command checks the needs of its configuration.
 """
 
+import ctypes
 import os
 import platform
 import shutil
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.cluster.node import NodeResources, cpu_model, gpu_names, node_resources
 from launcher.config.schema import RunConfig
-from launcher.estimate.disk import record_bytes, run_bytes
+from launcher.estimate.disk import HeldBytes, record_bytes, run_bytes
 from launcher.estimate.tables import gib
 from megatron_rl.memory import FurtherSpecs
 from megatron_rl.model.spec import ModelSpec
@@ -31,6 +33,8 @@ MIN_MEMORY_BYTES = 3 << 30
 SHARED_MEMORY = Path("/dev/shm")
 SELF_TEST = ("-m", "rollout.worker.exact_int8")
 """Arguments of the Python process that tests vLLM's INT8 kernel; its last line says how INT8 is multiplied."""
+CPU_LIBRARY = "libnuma.so.1"
+"""Library of the system that vLLM's CPU kernels are linked with; no package of the lock holds it."""
 SELF_TEST_TIMEOUT_S = 600.0
 """Deadline of the self-test; a process that is still running then hangs."""
 
@@ -95,24 +99,45 @@ def disk(name: str, path: Path, needed_bytes: int, fix: str) -> Check:
 
 
 def run_disk(directory: Path, config: RunConfig, spec: ModelSpec, further: FurtherSpecs) -> Check:
-    """Free space for what a run writes: see `launcher.estimate.disk`."""
-    records = f"{gib(record_bytes(config))} of it for samples, traces, forwards and wandb's tables"
+    """Free space for what a run writes, beside what its directory holds: see `launcher.estimate.disk`."""
+    run_dir = Path(config.run_dir)
+    held = HeldBytes(
+        checkpoints=_bytes_below(run_dir / "checkpoints"),
+        policy=_bytes_below(run_dir / "policy"),
+        records=sum(_bytes_below(run_dir / folder) for folder in ("samples", "traces", "wandb")),
+    )
+    records = f"{gib(record_bytes(config, held))} of it for samples, traces, forwards and wandb's tables"
     fix = (
         "free some, lower `checkpoint.keep_last`, `history.budget_bytes` or `wandb.sample_rows`, or set "
         "`checkpoint.keep_last_samples`"
     )
-    return disk("disk", directory, run_bytes(config, spec, further), f"{records}; {fix}")
+    return disk("disk", directory, run_bytes(config, spec, further, held), f"{records}; {fix}")
+
+
+def _bytes_below(folder: Path) -> int:
+    """Bytes of all files below `folder`, which may be missing; a file with several names counts once."""
+    sizes: dict[tuple[int, int], int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # of a run that goes on meanwhile
+                found = Path(parent, name).lstat()
+                sizes[found.st_dev, found.st_ino] = found.st_size
+    return sum(sizes.values())
 
 
 def kernels(node: NodeResources, model: str, flags: list[str]) -> Check:
     """The kernels of vLLM on this machine: how INT8 is multiplied, or why the kernels do not run.
 
     A kernel with wrong products is no problem: engines replace it. Without AVX2 the self-test would end by an illegal
-    instruction, because AVX2 is the lowest instruction set that vLLM's CPU kernels are built for.
+    instruction, because AVX2 is the lowest instruction set that vLLM's CPU kernels are built for. Without
+    `CPU_LIBRARY` vLLM starts without its kernels, and the self-test would name one of those.
     """
     if not node.gpu_bytes and "avx2" not in flags:
         problem = "vLLM's CPU kernels need AVX2; use a newer processor"
         return Check(name="kernels", value=f"{model} without AVX2", problem=problem)
+    if not node.gpu_bytes and not _is_loadable(CPU_LIBRARY):
+        problem = f"vLLM's CPU kernels need {CPU_LIBRARY}; install the system's package libnuma1 (Fedora: numactl-libs)"
+        return Check(name="kernels", value=f"{model} without {CPU_LIBRARY}", problem=problem)
     environment = {**os.environ, **ProcessEnv(single_node=True).engine(threads=node.cpu_cores)}
     try:
         done = subprocess.run(
@@ -135,6 +160,14 @@ def kernels(node: NodeResources, model: str, flags: list[str]) -> Check:
         value=f"{machine}: the test of vLLM's kernels failed: {failure}",
         problem=f"remove the environment and run `make setup`; `python {' '.join(SELF_TEST)}` shows the whole error",
     )
+
+
+def _is_loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
 
 
 def _failure(done: subprocess.CompletedProcess[str]) -> str:

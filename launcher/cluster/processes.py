@@ -35,7 +35,7 @@ from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
 from rollout.pool.engine_call import EngineCall
 from rollout.pool.engine_group import EngineGroup
-from rollout.processes import NODE, OVERRIDABLE, ProcessEnv, ProcessId, on_devices
+from rollout.processes import NODE, OVERRIDABLE, ProcessEnv, ProcessId, contradictions, on_devices
 from rollout.remote_kill import kill_on_nodes
 from rollout.transports.shm_files import sweep
 from rollout.types import EngineSlot
@@ -61,7 +61,7 @@ class Processes:
     log_dir: Path | None
     """Folder of `ROLE-RANK.log` files; None leaves output to Ray. In a joined cluster each node has its own folder."""
     nodes: tuple[NodeResources, ...]
-    """Nodes of the command; the first one has the text actor."""
+    """Nodes of the command; the first one has the text actor and tasks."""
     history: HistoryPlaces | None = None
     """Nodes of the history's actors, by name; None: a reader on every node."""
     reservation: Reservation | None = None
@@ -89,6 +89,16 @@ class Processes:
             note=self.started.append,
         )
 
+    def start_task(self, function: Callable[..., object], *arguments: object, **options: object) -> ray.ObjectRef:
+        """Call a function in a process of its own on the first node; its result stays in Ray's object store."""
+        task = ray.remote(function).options(
+            num_cpus=self._num_cpus,
+            runtime_env={"env_vars": self.environment.single_threaded()},
+            scheduling_strategy=self._strategy(self.nodes[0].name),
+        )
+        ref: ray.ObjectRef = task.remote(*arguments, **options)
+        return ref
+
     def begin_engines(self, specs: Sequence[EngineSpec], slots: Sequence[EngineSlot]) -> StartingEngines:
         """Start engine processes."""
         actor_class: ray.actor.ActorClass = EngineActor
@@ -115,12 +125,9 @@ class Processes:
         Raises:
             RuntimeError: a rank is not on the node of its placement.
         """
-        environments = [
-            self._variables(
-                self.environment.trainer_rank(threads=rank.cpu_threads) | self._devices(rank), f"trainer-{rank.rank}"
-            )
-            for rank in ranks
-        ]
+        environments = [self._of_rank(spec, rank) for rank in ranks]
+        for contradiction in contradictions(environments[0]):
+            _log.warning("%s", contradiction)
         strategies = [self._strategy(rank.node) for rank in ranks]
         trainer = start_trainer(spec, environments=environments, strategies=strategies, num_cpus=self._num_cpus)
         self.trainers.append(trainer)
@@ -225,6 +232,12 @@ class Processes:
     def _strategy(self, node: str) -> PlacementGroupSchedulingStrategy | None:
         """The bundle of a process on `node`; None on the only node of a cluster that the command has started."""
         return None if self.reservation is None else self.reservation.strategies[node]
+
+    def _of_rank(self, spec: TrainerSpec, rank: TrainerRank) -> dict[str, str]:
+        """Variables of a trainer rank."""
+        is_deterministic = bool(rank.devices) and bool(spec.config.megatron.get("deterministic_mode"))
+        environment = self.environment.trainer_rank(threads=rank.cpu_threads, is_deterministic=is_deterministic)
+        return self._variables(environment | self._devices(rank), f"trainer-{rank.rank}")
 
     def _devices(self, slot: TrainerRank | EngineSlot) -> dict[str, str]:
         """Variables that name the devices of a process."""

@@ -29,6 +29,7 @@ from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.commands.specs import sampling_spec
 from launcher.commands.startup import Inputs, Workers, read_inputs, start_trainer, start_workers
 from launcher.config.schema import RunConfig
+from launcher.endings.conclusion import Command
 from launcher.endings.kinds import Ending, judge
 from launcher.recovery.engines import EngineRestarter, LostEngines
 from launcher.recovery.nodes import LostNodes
@@ -64,10 +65,11 @@ from rollout.pool.scorer_pool import scoring_timeout_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shown:
-    """What a person sees of a run: the console, and `status.json` for other machines."""
+    """What a person sees of a run: the console, `status.json` for other machines, the screen of a failure."""
 
     progress: RunProgress
     status: StatusFile
+    command: Command
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

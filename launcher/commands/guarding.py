@@ -3,7 +3,8 @@
 vLLM fixes the format of a layer when it builds the model, and a publish is planned for these formats. So an action on
 formats ends the run's processes after a checkpoint, and the run resumes with other engines, within the same command.
 Actions on formats whose engines do not fit, or that the checks refuse for another reason, are left out of the ladder,
-and so are caps that would leave the correction's band empty.
+and so are caps that would leave the correction's band empty. With `engine.gpu_memory_fraction` the engines of a level
+have a KV cache of their own size: these checks and the start of the level compute it in the same way.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,11 +49,15 @@ def ladder_of(checked: CheckedRun, say: Callable[[str], None]) -> tuple[Action, 
 
 
 def guarded(checked: CheckedRun, actions: Sequence[Action], state: GuardState) -> CheckedRun:
-    """The run with the engines of the guard's level on its ladder `actions`."""
-    if checked.config.algorithm.guard.mode != "act":
+    """The run with the engines of the guard's level on its ladder `actions`.
+
+    Raises:
+        ConfigError: such engines cannot run.
+    """
+    if checked.given.algorithm.guard.mode != "act":
         return checked
-    config = engines_of(checked.config, in_force(actions, state.in_mode("act").on_ladder(actions)))
-    return checked if config is checked.config else check_run(config, checked.nodes)
+    given = engines_of(checked.given, in_force(actions, state.in_mode("act").on_ladder(actions)))
+    return checked if given is checked.given else check_run(given, checked.nodes)
 
 
 def engines_of(config: RunConfig, settings: InForce) -> RunConfig:
@@ -79,7 +84,7 @@ def _problem(checked: CheckedRun, action: Action, layers: Sequence[int]) -> str:
     is_last = action.kind == "bf16_rollouts"
     settings = InForce(bf16_rollouts=is_last, layers=() if is_last else tuple(layers[: int(action.value)]))
     try:
-        check_run(engines_of(checked.config, settings), checked.nodes)
+        check_run(engines_of(checked.given, settings), checked.nodes)
     except ConfigError as error:
         return " ".join(str(error).split())
     return ""

@@ -75,10 +75,10 @@ def data_epochs(config: RunConfig, training: TrainingPrompts) -> list[Epoch]:
 def small_budget(config: RunConfig, num_prompts: int) -> str:
     """A line for a history that cannot keep the responses until their prompts come again; empty if it can.
 
-    Mean lengths are those that `plan` assumes.
+    Mean lengths are those that `plan` assumes. With dynamic sampling a step may draw its most groups.
     """
     algorithm = config.algorithm
-    if not config.drafts or config.num_steps * algorithm.prompts_per_step <= num_prompts:
+    if not config.drafts or config.num_steps * algorithm.max_groups <= num_prompts:
         return ""  # no prompt comes again
     tokens = MEAN_SHARE["response_tokens"] * config.sampling.max_response_tokens
     needed = num_prompts * algorithm.group_size * int(4 * tokens + RESPONSE_BYTES)

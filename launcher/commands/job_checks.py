@@ -15,7 +15,9 @@ from launcher.commands.requeue import MAX_REQUEUES, may_start
 from launcher.commands.slurm import PACKAGES
 from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
+from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import append_line, replace_text
+from launcher.run_dir.directory import RunLock
 from rollout.failures import DeadlineError
 
 PAIRS_TIMEOUT_S = 30.0
@@ -23,6 +25,9 @@ PAIRS_TIMEOUT_S = 30.0
 REDUCE_TIMEOUT_S = 600.0
 """Of the all-reduce over nodes. Nodes import torch first, some from a cold cache of a busy file system. The sum itself
 has half of the time."""
+LOCK_TIMEOUT_S = 180.0
+"""For which a job waits for the lock of the run directory. File servers keep the lock of a dead node for up to two
+minutes, and SLURM may requeue its job sooner."""
 _POLL_S = 0.5
 
 
@@ -43,8 +48,37 @@ def check(config: RunConfig, folder: JobFolder) -> int:
     return 1 if problems else 0
 
 
+def refuse_in_use(run_dir: Path, *, timeout_s: float) -> None:
+    """Refuse a job of a run that is under way, before the job counts as a start.
+
+    Args:
+        run_dir: run directory; it may not exist yet.
+        timeout_s: how long to wait for the end of that run.
+
+    Raises:
+        RunDirectoryError: another process has the run directory's lock; names the process.
+    """
+    deadline, is_first = time.monotonic() + timeout_s, True
+    while run_dir.is_dir():
+        try:
+            RunLock(run_dir / "LOCK").release()
+            return
+        except RunDirectoryError as error:
+            if time.monotonic() >= deadline:
+                raise
+            if is_first:
+                say(f"{error}. Waits for {timeout_s:.0f} s")
+            is_first = False
+        time.sleep(_POLL_S)
+
+
 def choose(config: RunConfig, folder: JobFolder) -> int:
-    """Name the nodes of the run and its spare nodes; the first one becomes Ray's head."""
+    """Name the nodes of the run and its spare nodes; the first one becomes Ray's head.
+
+    Raises:
+        RunDirectoryError: another run has the run directory.
+    """
+    refuse_in_use(folder.run_dir, timeout_s=LOCK_TIMEOUT_S)
     slurm = config.cluster.slurm
     allocated = (folder.path / "allocated").read_text(encoding="utf-8").split()
     records = {node: _read(folder.check_file(node)) for node in allocated if folder.check_file(node).exists()}

@@ -22,6 +22,7 @@ from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.commands.specs import trainer_spec
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
+from launcher.endings.conclusion import Command
 from launcher.report.write import write_report
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
@@ -36,8 +37,10 @@ from rollout.evaluation import EvaluationRow, settings_digest
 from rollout.failures import ProcessLostError, brief
 
 
-def run(checked: CheckedRun) -> None:
+def run(checked: CheckedRun, command: Command) -> None:
     """Execute the run to its last step; `launcher.run_dir.directory` lists the files that it writes.
+
+    `command` learns what the screen of a failure tells.
 
     Raises:
         StopRequestedError: the run was asked to stop and has saved a checkpoint.
@@ -63,9 +66,14 @@ def run(checked: CheckedRun) -> None:
             progress.say(f"changed since the last start: {change}")
         for note in checked.placement.notes:
             progress.say(note)
-        status = StatusFile(run_dir=directory.path, num_steps=config.num_steps, step=resume.first_step)
+        status = StatusFile(
+            run_dir=directory.path,
+            num_steps=config.num_steps,
+            step=resume.first_step,
+            on_finished=command.step_finished,
+        )
         with status.until_the_end():
-            _run(checked, directory, Shown(progress=progress, status=status), resume)
+            _run(checked, directory, Shown(progress=progress, status=status, command=command), resume)
         rows = [EvaluationRow.from_row(row) for row in directory.evaluation()]
         if rows:
             progress.table(rows)
@@ -116,6 +124,7 @@ def _run_engines(
     """
     config = checked.config
     last = max(config.num_steps, resume.first_step)
+    shown.command.in_8_bits = config.engine.format != "bf16"
     shown.status.step = resume.first_step
     shown.status.phase("controller", "start Ray")
     log_dir = directory.path / "logs"

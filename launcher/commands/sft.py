@@ -4,6 +4,7 @@ import json
 import secrets
 import time
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import ray
@@ -13,18 +14,19 @@ from launcher.checks.paths import WARM_START_MARKER
 from launcher.cluster.processes import Processes, processes
 from launcher.config.schema import SftConfig
 from launcher.endings.conclusion import logs_beside
-from launcher.errors import judging_user_input
+from launcher.errors import LaunchError, judging_user_input
 from launcher.run_dir.atomic_files import replace_text
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.exported import replace_folder
 from megatron_rl.batching.balance import PackingRules, load_kernels
 from megatron_rl.batching.cost_model import cost_model
-from megatron_rl.batching.sft_batch import sft_batches
+from megatron_rl.batching.sft_batch import SftBatch, sft_batches
 from megatron_rl.config import AlgorithmConfig, PublishConfig
 from megatron_rl.trainer.group import TrainerGroup
-from megatron_rl.trainer.messages import TrainerSpec
+from megatron_rl.trainer.messages import StepResult, TrainerSpec
 from rollout.data.sft_rows import SftRows, load_sft_rows
 from rollout.data.tokenizer import TokenizerSource
+from rollout.failures import DeadlineError, Place
 from rollout.weights.format import WeightFormat
 
 
@@ -54,12 +56,27 @@ def sft(checked: CheckedSft) -> None:
             ),
             seed=config.seed,
         )
-        log = _Log(config, progress)
-        for step, batch in enumerate(batches):
-            result = trainer.sft_step(batch)
-            log.step(step, result.metrics, tokens=batch.num_tokens, skipped=result.num_skipped_updates)
+        learn(trainer, batches, _Log(config, progress))
         write_output(config, trainer)
         progress.say(f"wrote {config.output_dir}")
+
+
+def learn(trainer: TrainerGroup, batches: Iterable[SftBatch], log: "_Log") -> None:
+    """Take an optimizer step on every batch.
+
+    Raises:
+        LaunchError: every update was skipped, so the model has learned nothing.
+    """
+    updates = 0
+    for step, batch in enumerate(batches):
+        result = trainer.sft_step(batch)
+        updates += result.num_optimizer_steps
+        log.step(step, result, tokens=batch.num_tokens)
+    if not updates:
+        raise LaunchError(
+            "every update was skipped, because no step had finite gradients: the model has learned nothing, and "
+            "`output_dir` is as before; look for NaN in the weights of `model`, or try `trainer.dtype=fp32`"
+        )
 
 
 def write_output(config: SftConfig, trainer: TrainerGroup) -> None:
@@ -75,13 +92,26 @@ def write_output(config: SftConfig, trainer: TrainerGroup) -> None:
 
 
 def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, SftRows]:
-    """Tokenise in a separate process, because transformers imports torch."""
-    task = ray.remote(load_sft_rows).options(runtime_env={"env_vars": running.environment.single_threaded()})
+    """Tokenise in a separate process, because transformers imports torch.
+
+    Raises:
+        LaunchError: the rows cannot be used.
+        DeadlineError: they are not there after `trainer.timeout_s`.
+    """
     source = TokenizerSource(directory=config.model, template_arguments=config.data.chat_template_arguments)
-    ref = task.remote(config.data.path, source, max_tokens=config.data.max_tokens)
+    ref = running.start_task(load_sft_rows, config.data.path, source, max_tokens=config.data.max_tokens)
     load_kernels()  # meanwhile: the task takes longer
-    with judging_user_input():
-        return ref, ray.get(ref)
+    deadline_s = config.trainer.timeout_s
+    try:
+        with judging_user_input():
+            return ref, ray.get(ref, timeout=deadline_s)
+    except ray.exceptions.GetTimeoutError as error:
+        place = Place(role="reader of rows", node=running.nodes[0].name)
+        raise DeadlineError(
+            f"the controller waited {deadline_s:.0f} s (`trainer.timeout_s`) for the {place} to tokenise "
+            f"{config.data.path}; raise it for a large file",
+            place,
+        ) from error
 
 
 def _spec(config: SftConfig) -> TrainerSpec:
@@ -107,14 +137,17 @@ class _Log:
         self._progress = progress
         self._started = time.perf_counter()
         self._tokens = 0
+        self._skipped = 0
         self._path = Path(config.log_path) if config.log_path else None
         if self._path is not None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text("")
 
-    def step(self, step: int, metrics: dict[str, float], *, tokens: int, skipped: int) -> None:
-        """Record a finished step."""
+    def step(self, step: int, result: StepResult, *, tokens: int) -> None:
+        """Record a finished step; a line has the updates that were skipped since the start."""
+        metrics, skipped = result.metrics, result.num_skipped_updates
         self._tokens += tokens
+        self._skipped += skipped
         if self._path is not None:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps({"step": step, **metrics, "actor/skipped_updates": skipped}) + "\n")
@@ -124,5 +157,9 @@ class _Log:
             self._progress.say(
                 f"step {step + 1}/{self._config.num_steps}  loss {metrics['sft/loss']:.4f}  "
                 f"grad {metrics.get('actor/grad_norm', float('nan')):.2f}  lr {metrics['actor/lr']:.2e}  "
-                f"{self._tokens / elapsed:.0f} tok/s  {elapsed:.0f} s"
+                f"{self._tokens / elapsed:.0f} tok/s  {elapsed:.0f} s{self._trouble()}"
             )
+
+    def _trouble(self) -> str:
+        count = self._skipped
+        return f"  ! skipped {count} update{'s' if count > 1 else ''}" if count else ""

@@ -34,6 +34,7 @@ from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import replace_text
+from launcher.run_dir.directory import RunLock
 from launcher.run_dir.start_phases import StartPhases, read_phases
 from launcher.run_dir.status import read_now
 from launcher.run_dir.stop_request import ANSWERED, answer_request, read_request
@@ -99,13 +100,30 @@ def drive(config: RunConfig, folder: JobFolder) -> int:
     head = folder.wait_for_head(HEAD_TIMEOUT_S)
     code = Ending.PROCESS_LOST.code
     if head is not None and _wait_until_ready(head, folder):
-        if read_request(folder.run_dir) is not None:  # it came while the nodes started
-            answer_request(folder.run_dir)
-            code = Ending.STOPPED.code
-        else:
-            code = _run(folder, head, first_step=saved_step(folder))
+        stopped = _answer_early_request(folder)
+        code = Ending.STOPPED.code if stopped else _run(folder, head, first_step=saved_step(folder))
     replace_text(folder.path / "code", f"{code}\n")
     return code
+
+
+def _answer_early_request(folder: JobFolder) -> bool:
+    """Answer a stop request that waits; whether it is of this job, made while the nodes started.
+
+    One from before the job was for an earlier run, which has ended.
+    """
+    try:
+        lock = RunLock(folder.run_dir / "LOCK")
+    except RunDirectoryError:  # the request is for the run that has the lock; `megatron-rl run` refuses this one
+        return False
+    try:
+        request = read_request(folder.run_dir)
+        if request is None:
+            return False
+        answer_request(folder.run_dir)
+        begun_s = (folder.path / "allocated").stat().st_mtime
+        return request.time_s >= begun_s - 1  # the batch script writes whole seconds
+    finally:
+        lock.release()
 
 
 def _run(folder: JobFolder, head: Head, *, first_step: int) -> int:

@@ -23,7 +23,7 @@ from launcher.checks.health.wandb import run_problems
 from launcher.cluster.job_folder import VARIABLE, JobFolder
 from launcher.cluster.node import NodeResources, node_resources, package_versions
 from launcher.cluster.slurm_step import SlurmStep
-from launcher.commands.job_checks import check, choose, reduce
+from launcher.commands.job_checks import check, choose, reduce, refuse_in_use
 from launcher.commands.job_state import node_name, say
 from launcher.commands.slurm import CONFIG, FOLDER, PACKAGES, job_config
 from launcher.commands.slurm_job import drive, node
@@ -43,6 +43,7 @@ def run_as_task(config: RunConfig) -> int:
     Raises:
         ConfigError: the step does not have one task on each node, or the run cannot be run on its nodes.
         LaunchError: the names of the step's nodes cannot be read.
+        RunDirectoryError: another run has the run directory.
         DeadlineError: another task did not begin.
     """
     step = SlurmStep.of_this_process(node_name())
@@ -94,6 +95,7 @@ def _first(config: RunConfig, folder: JobFolder, step: SlurmStep, here: NodeReso
     checked = check_run(config, expected_nodes(config.cluster.slurm, here), found)
     for warning in checked.warnings:
         say(f"warning: {warning}")
+    refuse_in_use(folder.run_dir, timeout_s=0)
     _write_files(config, folder, step)
     check(config, folder)
     _wait(folder, [folder.check_file(name) for name in step.nodes], "checked its node")
@@ -124,7 +126,6 @@ def _write_files(config: RunConfig, folder: JobFolder, step: SlurmStep) -> None:
     """Files that the batch script writes; `allocated` is the last, because the other tasks wait for it."""
     folder.path.mkdir(parents=True)
     (folder.run_dir / "logs").mkdir(exist_ok=True)
-    (folder.run_dir / "stop.json").unlink(missing_ok=True)
     token = os.open(folder.path / "token", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
     with os.fdopen(token, "w") as file:
         file.write(secrets.token_hex(32))

@@ -7,9 +7,9 @@ A test compares the page with the classes, so the two cannot drift apart.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import get_args, get_origin
+from typing import Annotated, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -92,14 +92,14 @@ def _type(field: FieldInfo) -> str:
     if (stage := stage_of(field)) is not None:
         return " or ".join(f"`{name}`" for name in stage.by_name) + " or a dotted path"
     text = _type_name(field.annotation).replace("|", "\\|")
+    return ", ".join([text, *_bounds(field.metadata)])
+
+
+def _bounds(metadata: Iterable[object]) -> list[str]:
     signs = {"gt": ">", "ge": "≥", "lt": "<", "le": "≤"}
-    bounds = [
-        f"{sign} {getattr(entry, name)}"
-        for entry in field.metadata
-        for name, sign in signs.items()
-        if hasattr(entry, name)
+    return [
+        f"{sign} {getattr(entry, name)}" for entry in metadata for name, sign in signs.items() if hasattr(entry, name)
     ]
-    return ", ".join([text, *bounds])
 
 
 def _type_name(annotation: object) -> str:
@@ -111,6 +111,8 @@ def _type_name(annotation: object) -> str:
     arguments = get_args(annotation)
     if annotation is type(None):
         return "null"
+    if get_origin(annotation) is Annotated:
+        return ", ".join([_type_name(get_args(annotation)[0]), *_bounds(get_args(annotation)[1:])])
     if not arguments:
         return getattr(annotation, "__name__", str(annotation))
     if all(isinstance(argument, str) for argument in arguments):

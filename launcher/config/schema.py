@@ -7,7 +7,7 @@ which the command is started.
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 
 from history.config import Config, HistoryConfig
 from launcher.config.slurm import SlurmConfig
@@ -75,7 +75,11 @@ class RunConfig(Config):
     seed: int = Field(default=0, ge=0)
     """Seed of prompt order, sampling and batching. Nothing else is random."""
     deterministic: bool = False
-    """Bitwise repeatable on one machine. Needs one engine; a step is admitted as a whole before it is sampled."""
+    """Bitwise repeatable on one machine; tests prove it on CPUs. Needs one engine; a step is admitted as a whole before
+    it is sampled. It sets `deterministic_mode` of `trainer.megatron`, unless that names it. With it a trainer on GPUs
+    asks Megatron, Transformer Engine, torch, cuBLAS and NCCL for algorithms that repeat; vLLM has no such switch here.
+    No run on a GPU has proved that this is enough. Attention without such an algorithm is unfused there, and slower
+    (docs/hardware.md)."""
     data: DataConfig
     """Training prompts and their order."""
     sampling: SamplingConfig = SamplingConfig()
@@ -90,7 +94,7 @@ class RunConfig(Config):
     """Scoring of responses."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation during the run."""
-    trainer: TrainerConfig = TrainerConfig()
+    trainer: TrainerConfig = Field(default=TrainerConfig(), validate_default=True)
     """The Megatron trainer."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage, loss and batch sizes of policy learning."""
@@ -104,6 +108,13 @@ class RunConfig(Config):
     """Weights & Biases."""
     cluster: ClusterConfig = ClusterConfig()
     """The Ray cluster of the processes."""
+
+    @field_validator("trainer")
+    @classmethod
+    def _make_deterministic(cls, value: TrainerConfig, info: ValidationInfo) -> TrainerConfig:
+        """A deterministic run asks for Megatron's deterministic operations, unless `trainer.megatron` names it."""
+        megatron = {"deterministic_mode": True, **value.megatron}
+        return value.model_copy(update={"megatron": megatron}) if info.data.get("deterministic") else value
 
     @property
     def samples_ahead(self) -> bool:

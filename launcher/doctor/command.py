@@ -2,20 +2,22 @@
 
 On one machine it runs by itself. Over the nodes of an allocation it runs as a step with one task a node:
 `srun --ntasks-per-node=1 megatron-rl doctor CONFIG`; then every node checks itself and its connections, and the first
-one everything else. No Ray is started, except for `--log-probabilities`.
+one everything else. No Ray is started, except for `--log-probabilities`; the Ray cluster of `cluster.address` is asked
+for its nodes.
 """
 
 import os
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from launcher.checks.check import CheckedRun, check_run
-from launcher.checks.expected_nodes import expected_nodes
+from launcher.checks.expected_nodes import expected_nodes, is_allocated, like_this_node
 from launcher.checks.further_models import further_specs
 from launcher.checks.health.health_check import HealthCheck, run_checks
 from launcher.checks.health.network import network_line
@@ -24,7 +26,7 @@ from launcher.checks.health.reward import reward_line
 from launcher.checks.health.stop_tokens import stop_token_line
 from launcher.checks.health.tokenizer import tokenizer_line
 from launcher.checks.health.wandb import is_wandb_installed, wandb_line
-from launcher.checks.health.write_speed import write_speed, write_speed_line
+from launcher.checks.health.write_speed import FILES_PER_RANK, write_speed, write_speed_line
 from launcher.checks.paths import folder_problems
 from launcher.checks.preflight import Check, kernels, run_disk
 from launcher.cluster.addresses import interfaces, node_address, resolve
@@ -32,6 +34,7 @@ from launcher.cluster.health import node_facts, node_needs
 from launcher.cluster.node import NodeResources, cpu_model, node_resources
 from launcher.cluster.pairs import Endpoint
 from launcher.cluster.ports import free_ports
+from launcher.cluster.ray_cluster import joined_nodes
 from launcher.cluster.slurm_step import SlurmStep, in_allocation
 from launcher.commands.slurm import recorded_times
 from launcher.config.schema import RunConfig
@@ -56,7 +59,7 @@ def doctor(config: RunConfig, nodes: Sequence[NodeResources] = ()) -> int:
         ConfigError: the configuration cannot be run, although its files can be read.
     """
     num_red = 0
-    for check in doctor_lines(config):
+    for check in doctor_lines(config, () if config.cluster.address == "local" else nodes):
         num_red += bool(check.problem)
         print(_line(check), flush=True)
     if nodes and num_red:
@@ -71,8 +74,17 @@ def doctor(config: RunConfig, nodes: Sequence[NodeResources] = ()) -> int:
     return Ending.USER_INPUT.code if num_red else 0
 
 
-def doctor_lines(config: RunConfig) -> Iterator[Check]:
-    """Lines of all checks in order, each as soon as its check has ended."""
+def doctor_lines(config: RunConfig, joined: Sequence[NodeResources] = ()) -> Iterator[Check]:
+    """Lines of all checks in order, each as soon as its check has ended.
+
+    Args:
+        config: of the run.
+        joined: nodes of the Ray cluster that `cluster.address` names; it is asked for them if there are none.
+
+    Raises:
+        ConfigError: the configuration cannot be run, or no Ray cluster answers at `cluster.address`.
+        DeadlineError: nodes of that cluster did not join or answer in time.
+    """
     run_directory = Check(
         name="run directory", value=config.run_dir, problem="; ".join(folder_problems("run_dir", config.run_dir))
     )
@@ -91,13 +103,35 @@ def doctor_lines(config: RunConfig) -> Iterator[Check]:
         return
     if facts.unreadable:
         return
-    slurm, local = config.cluster.slurm, node_resources()
-    has_gpus = len(local.gpu_bytes) >= slurm.gpus_per_node
-    checked = check_run(config, [local] if slurm.nodes == 1 and has_gpus else expected_nodes(slurm, local))
+    local = node_resources()
+    nodes, memory = _nodes(config, joined, local, facts.node)
+    checked = check_run(config, nodes)
+    yield memory
     yield run_disk(directory, config, checked.spec, further_specs(config, checked.spec))
     yield from run_checks(_run_checks(checked, directory))
+    has_gpus = len(local.gpu_bytes) >= max(len(node.gpu_bytes) for node in nodes)
     if config.engine.format == "int8" and has_gpus:  # a login node does not run the job's kernels
         yield kernels(local, *cpu_model())
+
+
+def _nodes(
+    config: RunConfig, joined: Sequence[NodeResources], local: NodeResources, name: str
+) -> tuple[Sequence[NodeResources], Check]:
+    """Nodes on which the run is placed, and the line of their memory; this node is `local` and has a `name`.
+
+    `check_run` refuses a run that these nodes cannot hold, so the line has no problem.
+    """
+    slurm = config.cluster.slurm
+    if config.cluster.address != "local":
+        nodes, value = joined or joined_nodes(config.cluster), "fits every node of the Ray cluster"
+    elif slurm.nodes == 1 and len(local.gpu_bytes) >= slurm.gpus_per_node:
+        nodes, value = (local,), "fits this node"
+    elif is_allocated(name):
+        nodes = like_this_node(expected_nodes(slurm, local), local)
+        value = f"fits {len(nodes)} node(s) with as much as this one"
+    else:
+        nodes, value = expected_nodes(slurm, local), "not checked: this is no node of the job, which checks its own"
+    return nodes, Check(name="memory", value=value)
 
 
 def _log_probabilities(config: RunConfig, nodes: Sequence[NodeResources]) -> Iterator[Check]:
@@ -125,13 +159,17 @@ def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
         ids = sorted({*end_of_sequence_ids(config.model), *config.sampling.stop_token_ids})
         return stop_token_line(tokenizer(), tokenizer().facts(), ids, checked.spec.vocab_size)
 
+    by_node = Counter(rank.node for rank in checked.placement.trainers)
+    most_ranks = max(by_node.values())
+
     measures: dict[str, Callable[[], tuple[str, list[str]]]] = {
         "tokenizer": lambda: tokenizer_line(tokenizer(), _sample(config)),
         "stop tokens": stop_tokens,
         "reward": lambda: reward_line(config.reward, _sample(config)),
         "write speed": lambda: write_speed_line(
-            write_speed(directory),
+            write_speed(directory, FILES_PER_RANK * most_ranks),
             checkpoint_bytes(checked.spec, config.trainer, further_specs(config, checked.spec)),
+            share=most_ranks / by_node.total(),
             interval_s=_interval_s(config),
             timeout_s=config.trainer.timeout_s,
             background=config.checkpoint.background,

@@ -31,15 +31,22 @@ DRIVER_LOG = Path("logs") / "driver-0.log"
 
 @dataclass(slots=True, kw_only=True)
 class Command:
-    """Facts about the running command; the command sets the paths as soon as the configuration is read."""
+    """Facts about the running command, which sets them as soon as it knows them."""
 
     name: str
     run_dir: Path | None = None
     """Directory of the run; None for a command without one."""
     output: Path | None = None
     """File or directory that the command writes; the log is written beside it."""
+    in_8_bits: bool = False
+    """Whether its engines have weights in 8 bits."""
     kills_before: int = field(default_factory=memory_kills)
-    """Processes killed by the kernel's out-of-memory killer before the command started."""
+    """Processes that the kernel's out-of-memory killer had ended before the command, or before its newest step ended.
+    """
+
+    def step_finished(self) -> None:
+        """A step is over, so no process that was killed before ends the command."""
+        self.kills_before = memory_kills()
 
     @property
     def process_logs(self) -> Path | None:
@@ -66,7 +73,7 @@ def logs_beside(output: Path) -> Path:
 def conclude(error: BaseException, command: Command) -> int:
     """Write the log, print the screen and return the exit code."""
     launch_error = next((cause for cause in causes(error) if isinstance(cause, LaunchError)), None)
-    verdict = judge(error, memory_kills=memory_kills() - command.kills_before)
+    verdict = judge(error, memory_kills=memory_kills() - command.kills_before, in_8_bits=command.in_8_bits)
     if launch_error is not None and verdict.ending is Ending.USER_INPUT:
         print(f"megatron-rl {command.name}: {launch_error}", file=sys.stderr)
         return verdict.ending.code

@@ -1,9 +1,10 @@
 """Kinds of endings, each with an exit code, and the function that finds the kind of an error.
 
 The whole chain of an error is read: the remote error inside Ray's wrapping, `raise ... from`, and the error that was
-being handled. Kinds are tried in the order of `_JUDGES`. Lack of disk and memory comes first: a publish that fails for
-lack of memory counts as out of memory, not as refused. Some errors cross a process border as text, so their text is
-read too. Pure: imports neither ray nor torch.
+being handled. Kinds are tried in the order of `_JUDGES`. A broken reward function comes before lack of disk and memory:
+its class is certain, and its text quotes the user's error. They come before the others: a publish that fails for lack
+of memory counts as out of memory, not as refused. Some errors cross a process border as text, so their text is read
+too. Pure: imports neither ray nor torch.
 """
 
 import errno
@@ -35,9 +36,13 @@ _DISK_TEXTS = (
     "] . unexpected pos ",  # torch.save, whose last write was short
 )
 _NOT_PERMITTED = (errno.EACCES, errno.EPERM)
+_HOST_MEMORY_TEXTS = (
+    *("can't allocate memory", "Cannot allocate memory"),
+    *("node was running low on memory", "node running low on memory"),
+)
 _MEMORY_TEXTS = (
-    *("CUDA out of memory", "can't allocate memory", "Cannot allocate memory", "MemoryError", "OutOfMemoryError"),
-    *("No available memory for the cache blocks", "node was running low on memory", "node running low on memory"),
+    *_HOST_MEMORY_TEXTS,
+    *("CUDA out of memory", "MemoryError", "OutOfMemoryError", "No available memory for the cache blocks"),
 )
 _DEVICE_MEMORY = re.compile(
     r"CUDA error: out of memory|_STATUS_ALLOC_FAILED|Cuda failure [^\n]*out of memory", re.IGNORECASE
@@ -56,8 +61,7 @@ class Ending(Enum):
     PUBLISH_REFUSED = (
         3,
         "a publish of weights was refused",
-        "No token was sampled from these weights. If it happens again, run with `engine.format=bf16`: if that works, "
-        "the 8-bit kernels of this machine are wrong. docs/faults.md lists the faults that each proof detects.",
+        "No token was sampled from these weights. docs/faults.md lists the faults that each proof detects.",
     )
     ENGINES_LOST = (
         4,
@@ -75,7 +79,8 @@ class Ending(Enum):
     REWARD_BROKEN = (
         6,
         "the reward function is broken",
-        "Fix the function that `reward.function` names; first call it alone with one row of the data set.",
+        "Fix the function that `reward.function` names; first call it alone with one row of the data set. "
+        "If it needs more memory, raise `reward.memory_bytes`.",
     )
     UNWRITABLE = (
         7,
@@ -121,8 +126,21 @@ class Ending(Enum):
 
     @property
     def advice(self) -> str:
-        """Advice to the user; empty if nothing has to be done."""
+        """Advice to the user, whatever the error; empty if nothing has to be done."""
         return self.value[2]
+
+
+_REFUSED_IN_8_BITS = (
+    "If it happens again, run with `engine.format=bf16`: if that works, the 8-bit kernels of this machine are wrong."
+)
+"""Further advice for a publish of 8-bit weights."""
+_HOST_MEMORY = (
+    "It is memory of the node, not of a GPU. Lower `history.budget_bytes`, `reward.num_workers`, "
+    "`reward.memory_bytes` or `cluster.object_store_bytes`, set `checkpoint.background=false`, set "
+    "`engine.sleep_level=2` in place of 1, or give the job more memory (`--mem`). Engines and trainer on CPUs use it, "
+    "too: `megatron-rl run CONFIG --dry-run` prints the memory of each."
+)
+"""Advice if host memory ran out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,17 +150,37 @@ class Verdict:
     ending: Ending
     message: str
     place: Place
+    advice: str
+    """To the user; empty if nothing has to be done."""
 
 
-def judge(error: BaseException, *, memory_kills: int = 0) -> Verdict:
-    """The kind of `error`; the out-of-memory killer ended `memory_kills` processes while the command ran."""
+def judge(error: BaseException, *, memory_kills: int = 0, in_8_bits: bool = False) -> Verdict:
+    """The kind of `error`.
+
+    Args:
+        error: what ended the command.
+        memory_kills: processes that the out-of-memory killer has ended since the last finished step, or since the
+            command began.
+        in_8_bits: engines have weights in 8 bits.
+    """
     chain = list(causes(error))
     matches = ((ending, cause) for ending, holds in _JUDGES.items() for cause in chain if holds(cause))
     ending, decisive = next(matches, (Ending.DEFECT, root(error)))
     if memory_kills and ending in (Ending.PROCESS_LOST, Ending.ENGINES_LOST, Ending.DEADLINE):
-        kills = f"the out-of-memory killer ended {memory_kills} process(es) during the command; "
-        return Verdict(ending=Ending.OUT_OF_MEMORY, message=kills + brief(decisive), place=_place(chain))
-    return Verdict(ending=ending, message=_message(ending, decisive, chain), place=_place(chain))
+        kills = f"the out-of-memory killer ended {memory_kills} process(es) since the last finished step or the start; "
+        return Verdict(
+            ending=Ending.OUT_OF_MEMORY, message=kills + brief(decisive), place=_place(chain), advice=_HOST_MEMORY
+        )
+    advice = _advice(ending, decisive, in_8_bits=in_8_bits)
+    return Verdict(ending=ending, message=_message(ending, decisive, chain), place=_place(chain), advice=advice)
+
+
+def _advice(ending: Ending, decisive: BaseException, *, in_8_bits: bool) -> str:
+    if ending is Ending.OUT_OF_MEMORY and _is_host_memory(decisive):
+        return _HOST_MEMORY
+    if ending is Ending.PUBLISH_REFUSED and in_8_bits:
+        return f"{ending.advice} {_REFUSED_IN_8_BITS}"
+    return ending.advice
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -206,11 +244,15 @@ def _is_not_permitted(error: BaseException) -> bool:
 
 
 def _is_memory(error: BaseException) -> bool:
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return True
     text = str(error)
     is_told = any(known in text for known in _MEMORY_TEXTS) or bool(_DEVICE_MEMORY.search(text))
-    return is_told or _is_named(error, _MEMORY_CLASSES)
+    return is_told or _is_named(error, _MEMORY_CLASSES) or _is_host_memory(error)
+
+
+def _is_host_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    return any(known in str(error) for known in _HOST_MEMORY_TEXTS)
 
 
 def _is_deadline(error: BaseException) -> bool:
@@ -229,10 +271,10 @@ _JUDGES: dict[Ending, Callable[[BaseException], bool]] = {
     Ending.INTERRUPTED: lambda error: isinstance(error, KeyboardInterrupt),
     Ending.STOPPED: lambda error: isinstance(error, StopRequestedError),
     Ending.USER_INPUT: lambda error: isinstance(error, (LaunchError, UnusableDeviceError)),
+    Ending.REWARD_BROKEN: lambda error: isinstance(error, RewardBrokenError),
     Ending.UNWRITABLE: _is_disk,
     Ending.NOT_PERMITTED: _is_not_permitted,
     Ending.OUT_OF_MEMORY: _is_memory,
-    Ending.REWARD_BROKEN: lambda error: isinstance(error, RewardBrokenError),
     Ending.ENGINES_LOST: lambda error: isinstance(error, EnginesLostError),
     Ending.DEADLINE: _is_deadline,
     Ending.PUBLISH_REFUSED: lambda error: isinstance(error, PublishRefusedError),

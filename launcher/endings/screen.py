@@ -22,7 +22,7 @@ _MAX_WHAT = 8
 def screen(verdict: Verdict, *, command: str, saved: SavedWork, log: str, process_log: str = "") -> str:
     """The screen; `log` is the path of the full traceback, `process_log` that of the failed process's log."""
     ending = verdict.ending
-    advice = " ".join(part for part in (ending.advice, _again(command, saved)) if part)
+    advice = " ".join(part for part in (verdict.advice, _again(command, saved)) if part)
     return "\n".join(
         [
             f"megatron-rl {command}: {ending.title} (exit code {ending.code})",

@@ -5,6 +5,8 @@ Prompts and responses have the mean lengths that `plan` assumes. Not counted are
 warm start.
 """
 
+from dataclasses import dataclass
+
 from launcher.config.schema import RunConfig
 from launcher.estimate.lengths import MEAN_SHARE
 from megatron_rl.memory import NO_FURTHER, FurtherSpecs, checkpoint_bytes, num_parameters
@@ -28,17 +30,42 @@ LENGTHS_RESPONSE_BYTES = 6
 """Of a response in `lengths.npz`: its length, and its share of its visit's key, step and count."""
 
 
-def run_bytes(config: RunConfig, spec: ModelSpec, further: FurtherSpecs = NO_FURTHER) -> int:
-    """All that is counted, at the end of a run, with the checkpoint and the `policy/` that are being written."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldBytes:
+    """What a run directory holds already of what `run_bytes` counts."""
+
+    checkpoints: int = 0
+    """With their snapshots of the history."""
+    policy: int = 0
+    records: int = 0
+    """Samples, traces, wandb's tables, and forwards."""
+
+
+NOTHING_HELD = HeldBytes()
+
+
+def run_bytes(
+    config: RunConfig, spec: ModelSpec, further: FurtherSpecs = NO_FURTHER, held: HeldBytes = NOTHING_HELD
+) -> int:
+    """All that is counted, at the end of a run, with the checkpoint and the `policy/` that are being written.
+
+    What is `held` counts no more; but one checkpoint and one `policy/` do, because each is whole before it replaces an
+    earlier one.
+    """
     lengths = config.num_steps * _step_responses(config) * LENGTHS_RESPONSE_BYTES
-    checkpoints = (config.checkpoint.keep_last + 1) * (checkpoint_bytes(spec, config.trainer, further) + lengths)
-    # an export is whole before it replaces the earlier one
-    policy = 2 * num_parameters(spec) * (2 if config.trainer.dtype == "bf16" else 4)
-    return checkpoints + _history_bytes(config) + policy + record_bytes(config)
+    num_checkpoints = config.checkpoint.keep_last + 1
+    checkpoints = num_checkpoints * (checkpoint_bytes(spec, config.trainer, further) + lengths)
+    checkpoints += _history_bytes(config)
+    policy = num_parameters(spec) * (2 if config.trainer.dtype == "bf16" else 4)
+    return (
+        max(checkpoints - held.checkpoints, checkpoints // num_checkpoints)
+        + max(2 * policy - held.policy, policy)
+        + record_bytes(config, held)
+    )
 
 
-def record_bytes(config: RunConfig) -> int:
-    """Samples, traces, wandb's tables of samples, and forwards."""
+def record_bytes(config: RunConfig, held: HeldBytes = NOTHING_HELD) -> int:
+    """Samples, traces, wandb's tables of samples, and forwards, less those that are `held`."""
     checkpoint = config.checkpoint
     steps = config.num_steps
     if checkpoint.keep_last_samples and checkpoint.every:
@@ -50,7 +77,7 @@ def record_bytes(config: RunConfig) -> int:
     if config.wandb.mode != "disabled":  # those of all steps stay
         share = min(config.wandb.sample_rows / _step_responses(config), 1.0)
         tables = TABLE_COPIES * config.num_steps * share * tokens * SAMPLE_TOKEN_BYTES
-    return int(steps * tokens * token_bytes + tables) + _forward_bytes(config)
+    return max(int(steps * tokens * token_bytes + tables) + _forward_bytes(config) - held.records, 0)
 
 
 def _step_responses(config: RunConfig) -> int:

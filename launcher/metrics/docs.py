@@ -19,11 +19,11 @@ HEAD = """# Metrics
 Generated from `launcher/metrics` by `python -m launcher.metrics.docs --write`; edit the rows there, not this page.
 
 Each line of `metrics.jsonl` holds the metrics of one step under these names, and wandb gets the same names. `step`
-counts from 0, and `time_s` is the wall clock. An evaluation after n steps is logged in wandb at step n, and the one
-after the last step in the row before. *Sum*, *mean* and *max* reduce over the step. *Total* counts since the engines of
-the run were started. It begins at 0 again when a run resumes, and when the guard changes weight formats. *Last* is the
-value at the end of the step. Shares and ratios have no unit. A part in braces stands for a number or a name. Metrics of
-your own reward or loss are recorded unchanged.
+counts from 0, and `time_s` is the wall clock at the end of the step. An evaluation after n steps is logged in wandb at
+step n, and the one after the last step in the row before. *Sum*, *mean* and *max* reduce over the step. *Total* counts
+since the engines of the run were started. It begins at 0 again when a run resumes, and when the guard changes weight
+formats. *Last* is the value at the end of the step. Shares and ratios have no unit. A part in braces stands for a
+number or a name. Metrics of your own reward or loss are recorded unchanged.
 """
 
 

@@ -83,12 +83,12 @@ class TrainerRestarts:
         if pool is not None:
             pool.cancel()
         self.lost_engines.engines.start_over(timeout_s=self.update_timeout_s + START_TIMEOUT_S)
+        if sharing is not None:
+            sharing.to_new_trainer()  # first, because an engine may die in it
         if self.lost_engines.find(hung=True):
             self.lost_engines.start_again(sharing)
             if self.history is not None:
                 self.history.connect()
-        if sharing is not None:
-            sharing.to_new_trainer()
 
     def count(self, num_steps: int) -> None:
         """A trainer is about to start again; `num_steps` finished steps are repeated."""

@@ -198,7 +198,8 @@ def _span(line: str) -> Span | None:
 def _steps(metrics: MetricTable) -> list[Step]:
     """Steps from their metrics rows, each with the evaluation and the checkpoint before it.
 
-    A row is written a varying moment after its step, so a start is never put before the end of the previous step.
+    The end of a row of an older version is a varying moment late, so a start is never put before the end of the
+    previous step.
     """
     lengths_s = metrics.seconds()
     rows, ends_s = metrics.column("time_s")

@@ -176,9 +176,9 @@ class RunDirectory:
             earlier = [*previous.pop("earlier", []), previous]
         replace_text(target, json.dumps({**environment, "earlier": earlier}, indent=2) + "\n")
 
-    def append_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Appends a row to `metrics.jsonl`: the step, the wall clock, the metrics."""
-        append_line(self.path / "metrics.jsonl", {"step": step, "time_s": time.time(), **metrics})
+    def append_metrics(self, step: int, metrics: Mapping[str, float], *, ended_s: float) -> None:
+        """Appends a row to `metrics.jsonl`: the step, the wall clock at which it ended (`time_s`), the metrics."""
+        append_line(self.path / "metrics.jsonl", {"step": step, "time_s": ended_s, **metrics})
 
     def metrics(self) -> list[dict[str, float]]:
         """All rows of `metrics.jsonl`."""
@@ -270,7 +270,7 @@ class RunDirectory:
         remove_forwards(self.path / "traces", self._ended_s(step - keep_last - 1))
 
     def _ended_s(self, step: int) -> float:
-        """When a step was recorded, wall clock; before all time for one that was not."""
+        """When a step ended, wall clock; before all time for one that was not recorded."""
         rows = iterate_rows(self.path / "metrics.jsonl")
         ended_s = next((row["time_s"] for row in rows if row["step"] == step), None)
         return float(ended_s) if isinstance(ended_s, int | float) else -math.inf

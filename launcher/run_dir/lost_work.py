@@ -46,4 +46,4 @@ def lost_work(run_dir: Path, step: int) -> LostWork | None:
         begin_s = float(str(repeated[0]["time_s"])) - float(str(repeated[0].get("timing_s/step", 0.0)))
     else:
         begin_s = last.since_s
-    return LostWork(num_steps=len(repeated), seconds=max(0.0, last.written_s - begin_s))
+    return LostWork(num_steps=len(repeated), seconds=max(0.0, last.last_sign_s - begin_s))

@@ -137,7 +137,7 @@ class RunRecorder:
         if self._baseline_engines:
             saved_s = seconds_saved(forwards, groups, self._baseline_engines, earlier_s=earlier_s)
             metrics = {**metrics, **_saving(saved_s)}
-        self._directory.append_metrics(step, metrics)
+        self._directory.append_metrics(step, metrics, ended_s=ended_s)
         self._status.finished(step)
         self._progress.step(step, metrics)
         self.flush()

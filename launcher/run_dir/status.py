@@ -1,14 +1,17 @@
 """`status.json` in the run directory: the present phase of a run; and `megatron-rl status`, which reads files only.
 
-The file is replaced whole, at each phase and every few seconds of a long one. Any machine that sees the directory can
-read it; nothing is asked of the run.
+The file is replaced whole: at each phase, every few seconds of a phase that counts its groups, and every half minute by
+a thread. The thread knows only that the process exists, so it changes `alive_s` alone: the age of the phase and of the
+last record still tell of a run that hangs. Any machine that sees the directory can read it; nothing is asked of the
+run.
 """
 
 import json
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -23,8 +26,10 @@ from launcher.run_dir.stop_request import read_request
 STATUS = "status.json"
 WRITE_EVERY_S = 2.0
 """Of the progress within a phase."""
-QUIET_S = 600.0
-"""A run that has written nothing for so long may be gone."""
+ALIVE_EVERY_S = 30.0
+"""Interval of signs of life."""
+QUIET_S = 300.0
+"""A run without a sign of life for so long may be gone."""
 _RECENT = 5
 """Steps over which rates are averaged."""
 
@@ -48,9 +53,16 @@ class Now:
     since_s: float = 0.0
     """Begin of the phase, wall clock."""
     written_s: float = 0.0
-    """Time of this record, wall clock."""
+    """When the run itself has last written, wall clock."""
+    alive_s: float = 0.0
+    """When the run's process last existed, wall clock; 0 in a record of a version that did not write it."""
     host: str = field(default_factory=socket.gethostname)
     pid: int = field(default_factory=os.getpid)
+
+    @property
+    def last_sign_s(self) -> float:
+        """The last sign of life, wall clock."""
+        return self.alive_s or self.written_s
 
 
 @dataclass(slots=True, kw_only=True)
@@ -63,7 +75,11 @@ class StatusFile:
     """Steps that are finished. A trainer that returns to a checkpoint lowers it."""
     newest_step: int = field(init=False)
     """Most steps that were ever finished; nothing lowers it."""
+    on_finished: Callable[[], None] = lambda: None
+    """Called when a step is over."""
     _now: Now | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    """Of `_now` and the file, which the thread of `until_the_end` writes, too."""
 
     def __post_init__(self) -> None:
         self.newest_step = self.step
@@ -88,21 +104,43 @@ class StatusFile:
         """A step, counted from 0, is over."""
         self.step = step + 1
         self.newest_step = max(self.newest_step, self.step)
+        self.on_finished()
 
     @contextmanager
     def until_the_end(self) -> Iterator[None]:
-        """The body is the run; afterwards the status says that it has ended."""
+        """The body is the run; a thread writes that it lives. Afterwards the status says that it has ended."""
+        ends = threading.Event()
+        thread = threading.Thread(target=self._live, args=(ends,), name="status", daemon=True)
+        thread.start()
         try:
             yield
         finally:
+            ends.set()
+            thread.join()
             self.phase("", "ended")
 
+    def _live(self, ends: threading.Event) -> None:
+        while not ends.wait(ALIVE_EVERY_S):
+            self.alive()
+
+    def alive(self) -> None:
+        """The process exists; how far the run has come, and since when, stays as it was."""
+        with self._lock:
+            if self._now is not None:
+                self._now = replace(self._now, alive_s=time.time())
+                self._replace_file(self._now)
+
     def _write(self, now: Now) -> None:
-        self._now = replace(now, written_s=time.time())
+        now_s = time.time()
+        with self._lock:
+            self._now = replace(now, written_s=now_s, alive_s=now_s)
+            self._replace_file(self._now)
+
+    def _replace_file(self, now: Now) -> None:
         partial = self.run_dir / f"{STATUS}.partial"
         with suppress(OSError):  # a status that cannot be written must not end a run; a full disk is found elsewhere
             with open(partial, "w", encoding="utf-8", opener=opener) as file:
-                file.write(json.dumps(asdict(self._now)) + "\n")
+                file.write(json.dumps(asdict(now)) + "\n")
             partial.replace(self.run_dir / STATUS)
 
 
@@ -125,7 +163,7 @@ def read_now(run_dir: Path) -> Now | None:
 
 
 def _check_numbers(now: Now) -> None:
-    for name in ("step", "num_steps", "done", "total", "since_s", "written_s"):
+    for name in ("step", "num_steps", "done", "total", "since_s", "written_s", "alive_s"):
         if not isinstance(getattr(now, name), int | float):
             raise TypeError(f"`{name}` is no number")
 
@@ -161,15 +199,15 @@ def _present(now: Now, now_s: float) -> list[str]:
     if now.phase == "ended":
         return [f"ended {_seconds(now_s - now.written_s)} ago on {now.host}, {now.step} of {now.num_steps} steps"]
     where = f"{now.host}, process {now.pid}"
-    silent_s = now_s - now.written_s
-    quiet = f"; nothing written for {_seconds(silent_s)}, the run may be gone" if silent_s > QUIET_S else ""
+    silent_s = now_s - now.last_sign_s
+    gone = "; the run may be gone" if silent_s > QUIET_S else ""
     part = f" ({now.part})" if now.part else ""
     count = f", {now.done} of {now.total} groups" if now.total else ""
     step = min(now.step + 1, now.num_steps)
     return [
         f"step {step} of {now.num_steps}: {now.phase}{part} for {_seconds(now_s - now.since_s)}{count} (all wait for "
         f"{now.actor})",
-        f"running on {where}, last record {_seconds(silent_s)} ago{quiet}",
+        f"running on {where}, alive {_seconds(silent_s)} ago, last record {_seconds(now_s - now.written_s)} ago{gone}",
     ]
 
 

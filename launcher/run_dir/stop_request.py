@@ -3,11 +3,15 @@
 A signal would reach Ray's processes before the controller. The controller looks for the file before each step and
 during its rollout, saves a checkpoint and renames the file to `stopped.json`. After the last step the evaluation in
 BF16 looks for it. The batch script of a SLURM job writes the same file. A request from before the run's start is
-ignored.
+ignored. `stopped.json` has the request from the moment in which the run sees it: the run stops from then on, even if
+somebody removes `stop.json`.
+
+Invariant: only who has the run directory's lock answers a request.
 """
 
 import json
 import time
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,8 +38,11 @@ class StopRequest:
 
 def write_request(run_dir: Path, *, reason: str, requeue: bool = False) -> None:
     """Ask the run in `run_dir` to stop."""
-    request = StopRequest(reason=reason, requeue=requeue, time_s=time.time())
-    replace_text(run_dir / REQUEST, json.dumps(asdict(request)) + "\n")
+    _write(run_dir / REQUEST, StopRequest(reason=reason, requeue=requeue, time_s=time.time()))
+
+
+def _write(path: Path, request: StopRequest) -> None:
+    replace_text(path, json.dumps(asdict(request)) + "\n")
 
 
 def read_request(run_dir: Path, name: str = REQUEST) -> StopRequest | None:
@@ -49,7 +56,8 @@ def read_request(run_dir: Path, name: str = REQUEST) -> StopRequest | None:
 
 def answer_request(run_dir: Path) -> None:
     """The run has stopped: the request is renamed, so that the next start does not see it."""
-    (run_dir / REQUEST).replace(run_dir / ANSWERED)
+    with suppress(FileNotFoundError):  # somebody has removed it; the watch has copied it
+        (run_dir / REQUEST).replace(run_dir / ANSWERED)
 
 
 @cache
@@ -82,13 +90,17 @@ class StopWatch:
         now_s = time.monotonic()
         if not self._found and now_s - self._checked_s >= CHECK_EVERY_S:
             self._checked_s = now_s
-            self._found = self._look()
+            request = self._look()
+            self._found = request is not None
+            if request is not None:
+                with suppress(OSError):  # a full disk; `answer_request` renames the file itself
+                    _write(self.run_dir / ANSWERED, request)
         return self._found
 
-    def _look(self) -> bool:
-        """Whether there is a request for this run."""
+    def _look(self) -> StopRequest | None:
+        """The request for this run; None without one."""
         request = read_request(self.run_dir)
         if request is not None and self._had_request:  # the first one that can be read
             self._had_request = False
             self._for_earlier = request if request.time_s < self.since_s - 1 else None
-        return request not in (None, self._for_earlier)
+        return None if request == self._for_earlier else request

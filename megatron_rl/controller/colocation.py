@@ -13,6 +13,9 @@ unfinished at that time with `planner.overlap` or `planner.head_start`, and in a
 
 Weights are sent elsewhere (`megatron_rl.controller.delivery`).
 
+An engine that dies or hangs in a switch is lost, and the switch succeeds for the others (`EngineGroup.sleep`). So all
+living engines are in the same state, and an engine that replaces a lost one joins them in it (`DeviceSharing.follow`).
+
 Invariant: an engine that slept serves nothing before a publish has given it weights.
 """
 
@@ -129,12 +132,9 @@ class DeviceSharing:
 
     def to_new_trainer(self) -> None:
         """Free devices for a trainer that starts, when the last one has ended at any point of a step."""
-        if self.has_woken_weights:
-            self.engines.wake("kv_cache", timeout_s=self.timeout_s)
-            self.asleep = self.has_woken_weights = False
-        if self.sleep and not self.asleep:
+        if self.sleep:
             self.engines.sleep(timeout_s=self.timeout_s)
-            self.asleep = True
+            self.asleep, self.has_woken_weights = True, False
 
     def follow(self, started: EngineGroup) -> None:
         """Bring engines that have just started, and hold all their memory, into the state of the others."""

@@ -214,13 +214,20 @@ def build(
 def prepare(spec: ModelSpec, parallel: ParallelConfig, options: ModelOptions) -> TransformerConfig:
     """Check this machine, choose its kernels, and return Megatron's configuration of the model.
 
+    `deterministic_mode` also turns on torch's deterministic algorithms, which Megatron's experts ask for. An operation
+    that has none warns in the rank's log.
+
     Raises:
         ValueError: this machine has no kernels for `options.fp8`.
     """
     fp8_compute.check_machine(options.fp8)
     if layer_names() == "local":
         rope_utils.fused_apply_rotary_pos_emb_thd = rotate_packed
-    return transformer_config(spec, parallel, options)
+    config = transformer_config(spec, parallel, options)
+    torch.use_deterministic_algorithms(config.deterministic_mode, warn_only=True)
+    # on by default in that mode; nothing here reads what it has not written
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    return config
 
 
 def transformer_config(spec: ModelSpec, parallel: ParallelConfig, options: ModelOptions) -> TransformerConfig:
@@ -231,7 +238,7 @@ def transformer_config(spec: ModelSpec, parallel: ParallelConfig, options: Model
         **_numbers(options.dtype, random_weights=options.random_weights),
         **fp8_compute.config_fields(options.fp8),
     }
-    return TransformerConfig(**{**derived, **_kernels(), **_recompute(options.recompute), **options.megatron})
+    return TransformerConfig(**{**derived, **_kernels(), **_recompute(options.recompute), **_further(options.megatron)})
 
 
 def _architecture(spec: ModelSpec) -> dict[str, object]:
@@ -335,6 +342,16 @@ def _recompute(recompute: Recompute) -> dict[str, object]:
     if recompute == "selective":
         return {"recompute_granularity": "selective"}
     return {}
+
+
+def _further(fields: Mapping[str, str | int | float | bool]) -> dict[str, object]:
+    """Fields of `trainer.megatron`, without `deterministic_mode` on a CPU.
+
+    Operations repeat their bits there, but not the one that Megatron's mode uses for the embedding: several threads add
+    the gradients of an indexed FP32 tensor in any order.
+    """
+    on_cuda = torch.cuda.is_available()
+    return {name: value for name, value in fields.items() if on_cuda or name != "deterministic_mode"}
 
 
 def _block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:

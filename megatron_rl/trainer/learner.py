@@ -328,7 +328,10 @@ class Learner:
         self.coefficients = self.coefficients.next(algorithm, kl=kl, entropy=entropy, num_responses=num_responses)
 
     def sft_step(self, packed: Sequence[PackedBatch], is_dummy: Sequence[bool], num_tokens: int) -> StepResult:
-        """One optimizer step of SFT: mean negative log-probability over `num_tokens`, at temperature 1."""
+        """One optimizer step of SFT: mean negative log-probability over `num_tokens`, at temperature 1.
+
+        The schedule advances also if the update is skipped.
+        """
 
         def loss(number: int, scores: TokenScores) -> tuple[torch.Tensor, LossOutput]:
             share = torch.full_like(scores.logprobs, 0.0 if is_dummy[number] else 1.0 / num_tokens)
@@ -340,7 +343,9 @@ class Learner:
         for output in outputs:
             totals.add(output.metrics)
         totals.count(grad_norm)
-        return self._result(totals, {})
+        result = self._result(totals, {})
+        self._model.finish_schedule(configured=1, made=totals.updates)
+        return result
 
     def _optimizer_step(
         self, packed: Sequence[PackedBatch], loss: OnScores[LossOutput], *, temperature: float

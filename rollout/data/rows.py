@@ -8,6 +8,9 @@ Columns (as in common data sets)
 * `data_source`: text, optional; the data set's name where absent
 * `extra_info`: any value, optional
 
+These columns hold whole characters. Half of one (a lone surrogate, which JSON can escape) has no bytes in UTF-8, so
+neither tokenizers nor files take it. Tools that cut texts by UTF-16 units leave it. Other columns are not read.
+
 Every error names the file and the line (`.jsonl`, from 1) or row (`.parquet`, from 1).
 """
 
@@ -127,21 +130,40 @@ def _row(values: object, *, where: str, name: str) -> PromptRow:
     return PromptRow(
         where=where,
         prompt=prompt_of(values, where=where),
-        data_source=source or name,
+        data_source=whole_text(source or name, where=where, column="`data_source`"),
         ground_truth=ground_truth_of(values, where=where),
-        extra_info_json=json.dumps(values.get("extra_info"), default=str, ensure_ascii=False),
+        extra_info_json=whole_text(
+            json.dumps(values.get("extra_info"), default=str, ensure_ascii=False), where=where, column="`extra_info`"
+        ),
     )
+
+
+def whole_text(text: str, *, where: str, column: str) -> str:
+    """`text`, if it holds whole characters only.
+
+    Raises:
+        ValueError: it holds half of a character (a lone surrogate).
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = ascii(text[error.start])[1:-1]
+        raise ValueError(
+            f"{where}: {column} holds {half}, half of a character that was cut in two (a lone surrogate); write the "
+            "row anew from the uncut text, or leave it out"
+        ) from error
+    return text
 
 
 def prompt_of(values: Mapping[str, object], *, where: str) -> str | tuple[ChatMessage, ...]:
     """The `prompt` column of a row.
 
     Raises:
-        ValueError: the column is neither text nor chat messages.
+        ValueError: the column is neither text nor chat messages, or holds half of a character.
     """
     prompt = values.get("prompt")
     if isinstance(prompt, str) and prompt.strip():
-        return prompt
+        return whole_text(prompt, where=where, column="`prompt`")
     if isinstance(prompt, list) and prompt:
         return tuple(_message(entry, where=where) for entry in prompt)
     columns = ", ".join(map(str, values))
@@ -154,6 +176,7 @@ def _message(entry: object, *, where: str) -> ChatMessage:
     if isinstance(entry, dict):
         role, content = entry.get("role"), entry.get("content")
         if isinstance(role, str) and isinstance(content, str):
+            whole_text(role + content, where=where, column="`prompt`")
             return ChatMessage(role=role, content=content)
     raise ValueError(f'{where}: chat message {_brief(entry)} must be {{"role": text, "content": text}}')
 
@@ -162,7 +185,7 @@ def ground_truth_of(values: Mapping[str, object], *, where: str) -> str:
     """The ground truth of a row as text.
 
     Raises:
-        ValueError: it is missing, empty, bytes, or holds a number that is not finite.
+        ValueError: it is missing, empty, bytes, or holds a number that is not finite or half of a character.
     """
     reward_model = values.get("reward_model")
     candidates = [
@@ -175,7 +198,7 @@ def ground_truth_of(values: Mapping[str, object], *, where: str) -> str:
         raise ValueError(f"{where}: no ground truth; give `answer`, `ground_truth` or `reward_model.ground_truth`")
     if isinstance(truth, str):
         if truth.strip():
-            return truth
+            return whole_text(truth, where=where, column="the ground truth")
         raise ValueError(
             f"{where}: the ground truth {_brief(truth)} is empty; write the answer, or any text, such as `none`, if "
             "the reward function compares with nothing"
@@ -187,12 +210,13 @@ def ground_truth_of(values: Mapping[str, object], *, where: str) -> str:
     if isinstance(truth, bytes):
         raise ValueError(f"{where}: the ground truth {_brief(truth)} is bytes; write the column as text")
     try:
-        return json.dumps(truth, default=str, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(truth, default=str, ensure_ascii=False, allow_nan=False)
     except ValueError as error:
         raise ValueError(
             f"{where}: the ground truth {_brief(truth)} holds a number that is not finite; write the answer, or leave "
             "the row out"
         ) from error
+    return whole_text(text, where=where, column="the ground truth")
 
 
 def _brief(value: object) -> str:

@@ -49,7 +49,7 @@ class EngineActor:
         with no_collection():  # vLLM imports most of its modules here
             await self._engine.start()
         _never_scan_again()  # what was imported
-        return ProcessId.of_this_process(await self.node_id())
+        return ProcessId.of_this_process(await self.node_id()).with_children()
 
     async def ping(self) -> None:
         """See `Engine.ping`."""

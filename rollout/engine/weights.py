@@ -41,6 +41,8 @@ from rollout.worker.receiver import Loaded, UpdateOrder
 ARRIVAL_POLL_S = 0.005
 GRACE_S = 30.0
 """Extra time for a rank to report a late peer itself, before the engine reports the rank."""
+_PARTS = frozenset[Literal["weights", "kv_cache"]](("weights", "kv_cache"))
+"""Parts of an engine's device memory that sleep and wake."""
 _ALL_RANKS = 0
 """Number of the ranks together, as a receiver of a plan: they begin and end with the engine."""
 
@@ -87,7 +89,7 @@ class EngineWeights:
         self._checked: WeightManifest | None = None
         """A manifest of the plan that was checked last; later publishes of the plan fit, too."""
         self._channel: Channel | None = None
-        self._asleep: set[str] = set()
+        self._asleep: set[Literal["weights", "kv_cache"]] = set()
         """Parts whose memory the engine has released."""
         self._updating = asyncio.Lock()
         self.sums: Fingerprint = {}
@@ -224,22 +226,32 @@ class EngineWeights:
     async def sleep(self) -> None:
         """Release the memory of weights, keys and values (`engine.sleep_level`); responses in flight wait.
 
+        An engine that sleeps stays as it is. vLLM 0.25 does not check it: it would release memory that is not mapped.
         The engine serves again after `wake` of both parts and an update, because its old weights are outdated.
         """
         async with self._updating:
+            if self._asleep == _PARTS:
+                return
+            for part in sorted(self._asleep):  # vLLM releases all parts at once
+                await self._allocate(part)
             await self._pause(keeps_kv=False)
             await self._handle.ranks("sleep", self.spec.config.sleep_level)
-            self._asleep = {"weights", "kv_cache"}
+            self._asleep = set(_PARTS)
             self.status, self.version = EngineStatus.PAUSED, WeightVersion(-1)
 
     async def wake(self, part: Literal["weights", "kv_cache"]) -> None:
         """Allocate memory again: weights before an update, keys and values before the probe after it.
 
-        The ranks are called directly: vLLM's `wake_up` would schedule requests before the weights are verified.
+        A part that is awake stays as it is; vLLM 0.25 would map it a second time.
         """
         async with self._updating:
-            await self._handle.ranks("wake_up", [part])
-            self._asleep.discard(part)
+            if part in self._asleep:
+                await self._allocate(part)
+
+    async def _allocate(self, part: Literal["weights", "kv_cache"]) -> None:
+        """Call the ranks directly: vLLM's `wake_up` would schedule requests before the weights are verified."""
+        await self._handle.ranks("wake_up", [part])
+        self._asleep.remove(part)
 
     def _check_awake(self, *parts: str) -> None:
         if missing := self._asleep.intersection(parts):

@@ -131,11 +131,24 @@ class EngineGroup:
         ray.kill(self._actors[number], no_restart=True)
 
     def end_silent(self, *, timeout_s: float) -> None:
-        """End every engine of which a rank does not answer in time. Call it while engines do not sample."""
+        """End every engine of which a rank does not answer in time. Call it while engines do not sample.
+
+        An engine whose ranks cannot be called is lost: vLLM's process may need seconds to end after one of its ranks.
+        """
         asking = {self._actors[number].ping.remote(): number for number in self.alive}
-        _, silent = wait_for_all(list(asking), timeout_s=timeout_s)
+        done, silent = wait_for_all(list(asking), timeout_s=timeout_s)
         for ref in silent:
             self.end_hung(asking[ref], f"did not answer for {timeout_s:.0f} s")
+        failed: dict[int, str] = {}
+        for ref in done:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayError as error:
+                failed[asking[ref]] = f"its ranks cannot be called: {brief(error)}"
+        if failed:
+            self.check_alive(timeout_s=timeout_s)  # it may know a better reason
+        for number, why in failed.items():
+            self.mark_lost(number, why)
 
     def check_alive(self, *, timeout_s: float) -> None:
         """Ask every engine whether it and its vLLM are alive, and mark dead engines as lost.
@@ -180,17 +193,30 @@ class EngineGroup:
         return self._begin("start", ProcessId)
 
     def finish_start(self, call: EngineCall[ProcessId], *, timeout_s: float) -> None:
-        """Wait until every engine has started."""
+        """Wait until every engine has started.
+
+        Raises:
+            ProcessLostError: an engine has started and was lost since, for example in its first sleep.
+        """
         started = self.wait(call, timeout_s=timeout_s)
         self._processes.update(started)
+        if self._lost:
+            number = self.lost[0]
+            place = Place(role="engine", ranks=(self._first + number,), node=self.host_of(number))
+            raise ProcessLostError(f"engine {place.ranks[0]} was lost after its start: {self._lost[number]}", place)
 
     def sleep(self, *, timeout_s: float) -> None:
-        """Engines release the memory of weights, keys and values."""
-        self.wait(self._begin("sleep", NoneType), timeout_s=timeout_s)
+        """Engines release the memory of weights, keys and values; dead engines become lost, and late ones are ended.
+
+        It returns when the processes of lost engines have ended, too, so that they hold no device memory.
+        """
+        self._call_living("sleep", timeout_s=timeout_s, asks_ranks=True)
+        lost = [self._processes.get(number) for number in self.lost if number not in self._retired]
+        kill_on_nodes([process for process in lost if process is not None], stacks=False)
 
     def wake(self, part: Literal["weights", "kv_cache"], *, timeout_s: float) -> None:
-        """Engines allocate the memory of one part again."""
-        self.wait(self._begin("wake", NoneType, part), timeout_s=timeout_s)
+        """Engines allocate the memory of one part again; dead engines become lost, and late ones are ended."""
+        self._call_living("wake", part, timeout_s=timeout_s, asks_ranks=True)
 
     def pause_sampling(self, *, timeout_s: float) -> None:
         """Engines stop sampling until `resume_sampling` and keep their responses; dead engines become lost."""
@@ -219,9 +245,13 @@ class EngineGroup:
         """The parts of a publish that each rank of an engine receives.
 
         Raises:
+            ProcessLostError: no engine is left.
             RuntimeError: engines differ, so that one plan cannot serve them all.
         """
         answers = self.wait(self._begin("required", list), timeout_s=timeout_s)
+        if not answers:
+            why = "; ".join(self._lost.values())
+            raise ProcessLostError(f"no engine is left to publish to: {why}", Place(role="engine", ranks=self.lost))
         first, required = next(iter(answers.items()))
         for number, other in answers.items():
             if other != required:
@@ -354,8 +384,12 @@ class EngineGroup:
                 _log.warning("engine %d%s %s; its answer is left out", self._first + number, at, why)
         return dict(sorted(answers.items()))
 
-    def _call_living(self, method: str, *args: object, timeout_s: float) -> None:
-        """Call every engine; an engine that dies meanwhile or does not answer becomes lost, which is no error."""
+    def _call_living(self, method: str, *args: object, timeout_s: float, asks_ranks: bool = False) -> None:
+        """Call every engine; an engine that dies meanwhile or does not answer becomes lost, which is no error.
+
+        After a death the others are called again. `asks_ranks`: after an error without a death all ranks must answer.
+        Ask only while no engine samples.
+        """
         try:
             self.wait(self._begin(method, NoneType, *args), timeout_s=timeout_s)
         except DeadlineError as error:
@@ -364,6 +398,8 @@ class EngineGroup:
         except RuntimeError:
             before = self.lost
             self.check_alive(timeout_s=timeout_s)
+            if self.lost == before and asks_ranks:
+                self.end_silent(timeout_s=timeout_s)
             if self.lost == before:
                 raise
-            self._call_living(method, *args, timeout_s=timeout_s)
+            self._call_living(method, *args, timeout_s=timeout_s, asks_ranks=asks_ranks)

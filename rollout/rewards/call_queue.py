@@ -47,6 +47,10 @@ class CallQueue:
         """A call waits."""
         heapq.heappush(self.alone if alone else self.shared, (call.number, call))
 
+    def oldest_is_alone(self) -> bool:
+        """Whether the oldest of all waiting calls may not share a worker."""
+        return bool(self.alone) and (not self.shared or self.alone[0][0] < self.shared[0][0])
+
     def take(self, *, num_running: int, most: int) -> tuple[Call, bool] | None:
         """The next call for a worker that runs `num_running` of at most so many, and whether it may not share it."""
         if self.alone and not num_running:

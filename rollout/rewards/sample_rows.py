@@ -1,6 +1,7 @@
 """Writes the responses of a step: rows of text for people, and traces of token ids for benchmarks.
 
 Runs in the process that has the tokenizer (`rollout.rewards.text_actor`); the controller never holds text.
+Rows hold whole characters: `rollout.data.rows` refuses others, and tokenizers decode other bytes as U+FFFD.
 """
 
 import json

@@ -9,7 +9,8 @@ Invariants:
 * A call fails for the end of a worker only if it was alone there. Calls that shared a worker run again, each alone.
 * A call that was alone in a worker runs once more if the worker was killed or frozen from outside.
 * A call that a worker has not begun is repeated.
-* Among calls that wait, the oldest is begun first.
+* Among calls that wait, the oldest is begun first. While it needs a worker alone, one worker takes no other calls, and
+  is empty within `reward.timeout_s` and a grace; the others go on. Such calls run in turn, or in empty workers.
 
 All methods run in one event loop; nothing in them waits for a worker. A server that neither starts nor ends a worker in
 time is killed with all its workers: then no call runs here any more, and the scorer ends (`ScorerActor`).
@@ -79,6 +80,10 @@ class _Worker:
     """The server was told to end it."""
     owed_s: float = 0.0
     """Time for which the server has owed its start or its end."""
+
+    def empty_by_s(self) -> float:
+        """When it has no call at the latest, by the event loop's clock, if it takes no other; 0 if it has none."""
+        return max((call.limit.when() for call in self.calls.values() if call.limit is not None), default=0.0)
 
 
 class RewardWorkers:
@@ -184,6 +189,8 @@ class RewardWorkers:
         """Give waiting calls to workers with room, to the emptiest one first."""
         while True:
             able = [w for w in self._workers.values() if w.pid and w.verdict is None and not w.runs_alone]
+            if self._must_empty_one() and all(w.calls for w in able):
+                able = sorted(able, key=_Worker.empty_by_s)[1:]
             worker = min(able, key=lambda w: len(w.calls), default=None)
             if worker is None:
                 return
@@ -192,6 +199,10 @@ class RewardWorkers:
                 return
             call, worker.runs_alone = taken
             self._give(worker, call)
+
+    def _must_empty_one(self) -> bool:
+        """Whether a worker has to be kept from other calls, so that the oldest one can run alone there."""
+        return self._queue.oldest_is_alone() and not any(w.runs_alone for w in self._workers.values())
 
     def _give(self, worker: _Worker, call: Call) -> None:
         if not worker.calls:

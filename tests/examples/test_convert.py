@@ -1,11 +1,16 @@
 """Ground truths of the rows that `examples.recipes.convert` writes are those that a run reads."""
 
+import datetime
+import decimal
 import json
 from pathlib import Path
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from examples.recipes.convert import convert
+from examples.recipes.convert import convert, main
+from rollout.data.rows import read_rows
 
 MESSAGES = [{"role": "user", "content": "Find x."}]
 
@@ -45,3 +50,13 @@ def test_a_prompt_with_two_ground_truths_is_two_rows_and_repetitions_are_one(tmp
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     kept, count = convert(str(source))
     assert [row["ground_truth"] for row in kept] == ["1", "2"] and count == 3
+
+
+def test_columns_of_a_parquet_file_that_json_lacks_become_the_text_that_a_run_reads(tmp_path: Path) -> None:
+    source, target = tmp_path / "rows.parquet", tmp_path / "rows.jsonl"
+    extra_info = {"when": datetime.datetime(2024, 2, 1), "weight": decimal.Decimal("1.50")}
+    row = {"prompt": MESSAGES, "answer": "34", "extra_info": extra_info}
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), source)
+    assert main([str(source), str(target)]) == 0
+    (written,), (read,) = read_rows(str(target)), read_rows(str(source))
+    assert written.extra_info_json == read.extra_info_json == '{"when": "2024-02-01 00:00:00", "weight": "1.50"}'

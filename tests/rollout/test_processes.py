@@ -104,6 +104,26 @@ def test_a_process_and_its_child_are_killed_after_the_wall_clock_was_set(monkeyp
             send_signal(members, signal.SIGKILL)
 
 
+def test_a_child_that_outlives_a_killed_process_is_killed_by_what_the_process_told_before():
+    """As vLLM's process does, which holds memory of a device until it has ended."""
+    script = PARENT.replace('("a-node")', '("a-node").with_children()')
+    with subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None
+        told, _, pid = parent.stdout.readline().rpartition(" ")
+        child = psutil.Process(int(pid))
+        try:
+            identity = ProcessId(**json.loads(told))
+            assert family(identity) == [psutil.Process(parent.pid), child]
+            parent.kill()
+            parent.wait()
+            assert family(identity) == [child]
+            assert family(replace(identity, children=((child.pid, 1),))) == [], "another had its number"
+            assert kill_processes([identity]) == 1
+            assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+        finally:
+            send_signal([child], signal.SIGKILL)
+
+
 def test_a_process_tells_the_same_of_itself_after_the_clock_was_set(monkeypatch):
     """Restarts are counted by the different values."""
     before = ProcessId.of_this_process("a-node")

@@ -2,9 +2,12 @@
 
 A chat template of another model family raises no error: its markers are then encoded as ordinary text, a token for
 each piece. The check finds this by markers of the form `<|name|>` that are more than one token.
+
+Texts are compared in Unicode's form NFC, because tokenizers (those of Qwen) bring every text into it.
 """
 
 import re
+import unicodedata
 from collections.abc import Sequence
 
 from rollout.data.prompts import render
@@ -26,14 +29,14 @@ def tokenizer_line(tokenizer: Tokenizer, rows: Sequence[PromptRow]) -> tuple[str
         text = render(row.prompt, tokenizer, where=row.where)
         (ids,) = tokenizer.encode([text], add_special_tokens=False)
         contents = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
-        decoded = tokenizer.decode(ids)
+        decoded = unicodedata.normalize("NFC", tokenizer.decode(ids))
         for content in contents:
             stripped = content.strip()
             if stripped not in text:
                 problems["template"] = (
                     f"{row.where}: the chat template drops the text of a message; use the model's own template"
                 )
-            elif stripped not in decoded:
+            elif unicodedata.normalize("NFC", stripped) not in decoded:
                 problems["tokenizer"] = f"{row.where}: {_why_changed(content, tokenizer)}"
         written = set(MARKER.findall(text)) - set(MARKER.findall("".join(contents)))
         for marker in sorted(written):

@@ -92,9 +92,13 @@ finish() {
   exit "$code"
 }
 
-# A signal must not reach Ray: the controller looks for this file, saves a checkpoint and ends the run.
+# A signal must not reach Ray: the controller looks for this file, saves a checkpoint and ends the run. Before the nodes are
+# chosen the run of another job may have the directory, and the file would stop that run.
+asked=""
 # shellcheck disable=SC2317  # called by a trap
 request_stop() {
+  asked=yes
+  [ -e "$job_dir/nodes" ] || return 0
   say "asks the run to stop"
   printf '{"reason": "%s", "requeue": true, "time_s": %s}\n' "SLURM's signal (time limit or preemption)" "$(date +%s)" \
     > "$run_dir/stop.json.partial"
@@ -106,7 +110,6 @@ trap 'touch "$job_dir/over"' EXIT # also where a check refuses the nodes: the pa
 
 phase "node checks"
 say "checks $SLURM_JOB_NUM_NODES node(s): $SLURM_JOB_NODELIST"
-rm -f "$run_dir/stop.json"
 (umask 077 && head -c 32 /dev/urandom | od -An -vtx1 | tr -d ' \n' > "$RAY_AUTH_TOKEN_PATH")
 scontrol show hostnames "$SLURM_JOB_NODELIST" > "$job_dir/allocated"
 if [ "$SLURM_JOB_NUM_NODES" -gt 1 ]; then
@@ -135,8 +138,9 @@ until within "$check_limit_s" "${step[@]}" || compgen -G "$job_dir/checks/*.json
   say "SLURM cannot start a step on these nodes (a node may have just come back); tries again in 10 s"
   sleep 10
 done
-prepare "$batch_node" 1 choose
+prepare "$batch_node" 1 choose # exit code 2 if the run of another job has the run directory
 "${step[@]}"
+[ -z "$asked" ] || request_stop
 nodes=$(paste -sd, "$job_dir/nodes")
 num_nodes=$(wc -l < "$job_dir/nodes")
 

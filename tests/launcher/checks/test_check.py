@@ -184,6 +184,13 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
             ["engine.sleep_level=2", "publish.in_flight=drain"],
             ["`publish.in_flight` = drain", "`engine.sleep_level` = 2", "or sleep_level to 0"],
         ),
+        (
+            ["publish.probe_tokens=4096"],
+            [
+                "`publish.probe_tokens` = 4096: an engine scores the probe in one forward, which holds 2048 tokens",
+                "the longest response) has 192 tokens; lower it below 192",
+            ],
+        ),
         (["evaluation.sets.train.path=nowhere.jsonl"], ["`evaluation.sets.train` has the name of a training file"]),
         (
             ["data.train.0.name=math", "evaluation.sets.train.path=nowhere.jsonl"],
@@ -229,6 +236,10 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
         (
             ["deterministic=true", "planner.overlap=1", "planner.max_staleness=1"],
             ["`deterministic` = true", "`planner.overlap` = 1"],
+        ),
+        (
+            ["algorithm.max_refill=0.01", "algorithm.filter=accuracy"],
+            ["`algorithm.max_refill` = 0.01 with `algorithm.prompts_per_step` = 64", "nothing would be replaced"],
         ),
         (
             ["algorithm.max_refill=2", "algorithm.filter=none", "planner.policy=flexible"],
@@ -462,3 +473,18 @@ def test_an_evaluation_has_neither_a_memory_plan_nor_a_publish(tmp_path: Path, m
     with pytest.raises(ConfigError, match=r"no memory plan; set\s+`engine.kv_cache_bytes` instead") as error:
         check_eval(config)
     assert "`engine.kv_format` = fp8: a publish sets its scales" in str(error.value)
+
+
+def test_an_evaluation_whose_forward_is_too_small_is_refused(
+    tmp_path: Path, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.checks.check.engine_arguments", lambda engine: ([], []))
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1", "answer": "2"}\n')
+    sets = {"a": {"path": str(data), "max_response_tokens": 64}}
+    engine = {"vllm": {"max_num_batched_tokens": 127, "enable_chunked_prefill": False}}
+    config = EvalConfig.model_validate(
+        {"model": str(model_dir), "sets": sets, "max_prompt_tokens": 64, "engine": engine}
+    )
+    with pytest.raises(ConfigError, match=r"the longest sequence, of 128 tokens, and holds 127"):
+        check_eval(config)

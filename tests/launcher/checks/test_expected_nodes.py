@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from launcher import cli
-from launcher.checks.expected_nodes import expected_nodes, job_gpu
+from launcher.checks.expected_nodes import expected_nodes, is_allocated, job_gpu
 from launcher.cli import main
 from launcher.cluster.node import JobGpu, NodeResources
 from launcher.config.slurm import SlurmConfig
@@ -35,6 +35,24 @@ def test_gpus_of_a_login_node_never_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert (node.gpu_bytes, node.gpu_capability) == (T4.gpu_bytes, (7, 5))
     (node,) = expected_nodes(SlurmConfig(cpus_per_node=32), T4)
     assert (node.cpu_cores, node.gpu_bytes, node.gpu_capability) == (32, (), None)
+
+
+@pytest.mark.parametrize(
+    ("node", "listed", "expected"),
+    [
+        ("gpu07", "gpu[05-08]", True),
+        ("gpu07.cluster.site", "gpu[05-08]", True),
+        ("login1", "gpu[05-08]", False),  # a shell of `salloc`
+        ("gpu07", None, False),
+    ],
+)
+def test_a_node_of_the_job_is_one_of_slurms_list(
+    monkeypatch: pytest.MonkeyPatch, node: str, listed: str | None, expected: bool
+) -> None:
+    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    if listed is not None:
+        monkeypatch.setenv("SLURM_JOB_NODELIST", listed)
+    assert is_allocated(node) == expected
 
 
 @pytest.mark.parametrize("in_allocation", [False, True])

@@ -465,3 +465,6 @@ def test_an_object_store_that_cannot_hold_the_longest_responses_causes_a_warning
     assert warning.endswith(f"set it to {2 * (256 << 20)}")
     enough = load_recipe("dapo-qwen2.5-32b-16n8g", f"cluster.object_store_bytes={512 << 20}")
     assert store_warnings(enough, placement) == []
+    overrides = (f"cluster.object_store_bytes={512 << 20}", "algorithm.max_refill=2", "algorithm.filter=accuracy")
+    (warning,) = store_warnings(load_recipe("dapo-qwen2.5-32b-16n8g", *overrides), placement)
+    assert f"take {step_mib * (3 * 2 / 16 + 1 / 8):.0f} MiB of a node's store" in warning

@@ -1,5 +1,6 @@
 """Checks of a machine before a long run: one line per check, with the fix if it fails."""
 
+import os
 from collections import namedtuple
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,9 @@ import pytest
 
 from launcher.checks import preflight
 from launcher.cluster.node import NodeResources
+from launcher.estimate.disk import record_bytes, run_bytes
+from megatron_rl.memory import NO_FURTHER, checkpoint_bytes
+from tests.launcher.estimate.runs import planned
 
 Usage = namedtuple("Usage", "total used free")
 
@@ -42,6 +46,22 @@ def test_the_self_test_of_kernels_is_one_line_or_a_refusal(
     assert len(str(check).splitlines()) == 1
 
 
+def test_a_machine_without_the_library_of_the_cpu_kernels_is_told_its_package(
+    node: NodeResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of GPUs do not need it."""
+
+    def missing(name: str) -> None:
+        raise OSError(f"{name}: cannot open shared object file: No such file or directory")
+
+    monkeypatch.setattr("ctypes.CDLL", missing)
+    monkeypatch.setattr(preflight, "SELF_TEST", ("-c", "print('INT8: test products of K equal exact sums')"))
+    check = preflight.kernels(node, "a CPU", ["avx2"])
+    assert "need libnuma.so.1; install" in check.problem and "libnuma1" in check.problem
+    assert "make setup" not in check.problem
+    assert not preflight.kernels(replace(node, gpu_bytes=(80 << 30,)), "a CPU", ["avx2"]).problem
+
+
 def test_each_check_names_the_bound_and_the_fix(
     node: NodeResources, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -52,3 +72,27 @@ def test_each_check_names_the_bound_and_the_fix(
     monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(1, 1, 64 << 20))
     small = preflight.disk("shared memory", tmp_path, preflight.MIN_SHARED_BYTES, "enlarge it")
     assert str(small) == f"  shared memory  0.06 GiB free at {tmp_path} - needs 0.50 GiB; enlarge it"
+
+
+def test_a_run_that_holds_its_checkpoints_needs_room_for_one_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sizes are those of holes. A file of a snapshot that two checkpoints share is one file on the disk."""
+    run = planned(run_dir=str(tmp_path / "run"), checkpoint={"keep_last": 2}, history={"drafts": False})
+    needed = run_bytes(run.config, run.spec)
+    size = checkpoint_bytes(run.spec, run.config.trainer)
+    for name, num_bytes in (("checkpoints/step-1/a", size), ("samples/step-1.jsonl", 10), ("logs/x", 1 << 40)):
+        path = tmp_path / "run" / name
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.truncate(path, num_bytes)
+    (tmp_path / "run/checkpoints/step-2").mkdir()
+    os.link(tmp_path / "run/checkpoints/step-1/a", tmp_path / "run/checkpoints/step-2/a")
+
+    def with_free(free: int) -> preflight.Check:
+        monkeypatch.setattr("shutil.disk_usage", lambda path: Usage(1, 1, free))
+        return preflight.run_disk(tmp_path, run.config, run.spec, NO_FURTHER)
+
+    assert not with_free(needed - size - 10).problem
+    records = (record_bytes(run.config) - 10) / 2**30
+    assert f"{records:.2f} GiB of it for samples" in with_free(needed - size - 11).problem

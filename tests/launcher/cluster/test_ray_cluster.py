@@ -198,6 +198,7 @@ def test_processes_run_in_the_bundle_of_their_node_until_another_node_replaces_i
     assert set(answer["cores"]) == {len(os.sched_getaffinity(0))}
     assert answer["used"] == ["node2", "node9"]
     assert answer["right"] == {"node2": [True, True], "node9": [True, True]}
+    assert answer["task"] is True, "a task starts although the bundle has all CPUs of the first node"
     assert answer["history"] is True and answer["shards"] is True
     assert answer["swapped"].startswith("engine 0 runs on node9, but the placement says node2")
     assert "reserve node2 (2 CPU), node9 (1 CPU)" in answer["full"]

@@ -18,6 +18,7 @@ from launcher.cluster.slurm_script import (
 )
 from launcher.config.slurm import ContainerConfig, SlurmConfig
 from launcher.errors import ConfigError
+from launcher.run_dir.stop_request import read_request
 
 SUBMISSION = Submission(
     run_dir=Path("/shared/my runs/$(touch x)/a"),
@@ -129,6 +130,28 @@ def test_a_node_that_hangs_in_a_check_holds_the_job_for_a_limited_time() -> None
     hangs = subprocess.run(["bash", "-c", f"{within}\nwithin 0.2 sleep 600"], timeout=60, check=False)
     fails = subprocess.run(["bash", "-c", f"{within}\nwithin 60 false"], timeout=60, check=False)
     assert (hangs.returncode, fails.returncode) == (124, 1)
+
+
+def test_a_signal_stops_no_run_before_the_job_has_its_nodes(tmp_path: Path) -> None:
+    """The run of another job may have the directory until then."""
+    lines = render(SlurmConfig(), SUBMISSION).splitlines()
+    first = lines.index('asked=""')
+    function = "\n".join(lines[first : lines.index("}", first) + 1])
+    after_choice = lines[lines.index('[ -z "$asked" ] || request_stop') - 2 :][:3]
+    assert after_choice[0].startswith('prepare "$batch_node" 1 choose')
+    script = f"""set -euo pipefail
+        export run_dir={tmp_path} job_dir={tmp_path}
+        say() {{ :; }}
+        {function}
+        trap request_stop USR1
+        {after_choice[2]}
+        kill -USR1 $$
+        [ ! -e {tmp_path}/stop.json ]
+        touch {tmp_path}/nodes
+        {after_choice[2]}"""
+    subprocess.run(["bash", "-c", script], timeout=60, check=True)
+    request = read_request(tmp_path)
+    assert request is not None and request.requeue and request.time_s > 0
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from launcher.commands.resume_point import ResumePoint
 from launcher.commands.startup import Workers
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
+from launcher.endings.conclusion import Command
 from launcher.errors import ConfigError
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.status import StatusFile
@@ -40,7 +41,8 @@ def execute(
 ) -> Callable[[SimpleNamespace, Start], None]:
     """Executes a run with a tracker and workers of the test."""
     config = load(RunConfig, write_config(""))
-    shown = Shown(progress=RunProgress(3), status=StatusFile(run_dir=tmp_path, num_steps=3))
+    status = StatusFile(run_dir=tmp_path, num_steps=3)
+    shown = Shown(progress=RunProgress(3), status=status, command=Command(name="run"))
 
     def execute(tracker: SimpleNamespace, start: Start) -> None:
         monkeypatch.setattr(assembly, "read_inputs", lambda *given: None)
@@ -91,7 +93,7 @@ def test_limits_of_restarts_follow_the_newest_finished_step(
     for name in ("read_inputs", "start_workers", "note_begin", "_history_client", "_recorder", "_end", "Tracker"):
         monkeypatch.setattr(assembly, name, Anything())
     monkeypatch.setattr(assembly, "_take_steps", lambda parts, *given: taken.append(parts))
-    shown = Shown(progress=RunProgress(900), status=status)
+    shown = Shown(progress=RunProgress(900), status=status, command=Command(name="run"))
     assembly.execute(checked, SimpleNamespace(path=tmp_path), shown, None, ResumePoint(first_step=2), ())
     limits = (taken[0].lost_engines.limit, taken[0].restarts.limit)
     assert [limit.max_restarts for limit in limits] == [5, 4]

@@ -13,8 +13,10 @@ from launcher.commands import run as module
 from launcher.commands.assembly import Shown
 from launcher.commands.guarding import guarded, ladder_of
 from launcher.commands.resume_point import ResumePoint, resume_point
+from launcher.commands.specs import engine_specs
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
+from launcher.endings.conclusion import Command
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.status import StatusFile
@@ -22,6 +24,7 @@ from megatron_rl.algorithm.guard import Action, GuardState
 from megatron_rl.controller.stopping import EngineFormatError
 from rollout.data.order import OrderState
 from rollout.failures import ProcessLostError
+from tests.launcher.conftest import MODEL, write_weights
 
 Write = Callable[[str], Path]
 ACT = ("algorithm.guard.mode=act", "engine.format=int8", "planner.overlap=1", "planner.max_staleness=1")
@@ -98,6 +101,34 @@ def test_a_changed_configuration_leaves_engines_as_the_common_beginning_of_both_
     assert guarded(capped, now, replace(state, level=2, actions=actions[:2])) is capped
 
 
+def test_engines_of_each_level_have_the_cache_that_the_fraction_leaves_them(
+    write_config: Write, model_dir: Path
+) -> None:
+    """22 layers of 63 million parameters are in 8 bits, which leaves 1.3 GiB more of 40 GiB to the cache than BF16.
+    With the cache of the configured engines the last level would exceed the GPU."""
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8}
+    shape = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, **heads}
+    (model_dir / "config.json").write_text(json.dumps(MODEL | shape))
+    write_weights(model_dir)
+    gpu = NodeResources(cpu_cores=96, available_bytes=1 << 40, gpu_bytes=(40 << 30,), gpu_capability=(9, 0))
+    turns = ("engine.sleep_level=2", "trainer.offload=all", "trainer.recompute=full")
+    run = checked(write_config, gpu, *ACT, *turns, "engine.format=fp8_channel", "engine.gpu_memory_fraction=0.98")
+    actions = ladder_of(run, lambda line: None)
+    expected = ["cap", "cap", "bf16_layers", "bf16_layers", "overlap", "bf16_rollouts"]
+    assert [action.kind for action in actions] == expected
+    num_layers = int(actions[2].value)
+    in_layers = guarded(run, actions, GuardState(level=3, layers=tuple(range(10, 10 + num_layers))))
+    last = guarded(run, actions, GuardState(level=6, layers=(10,)))
+    assert len(in_layers.format.bf16_modules) == num_layers and last.format.name == "bf16"
+    layer = 3 * 2048 * 8192 + (2 * 16 + 2 * 8) * 128 * 2048  # parameters, each a byte more in BF16
+    for level, num_more in ((run, 0), (in_layers, num_layers), (last, 22)):
+        (device,) = (table for table in level.memory.tables if table.kind == "device")
+        assert 0.975 < device.total_bytes("rollout") / (40 << 30) <= 0.98
+        cache = engine_specs(level.config, "x")[0].config.kv_cache_bytes
+        assert cache == pytest.approx(run.config.engine.kv_cache_bytes - num_more * layer, abs=65 << 20)
+        assert level.given.engine.gpu_memory_fraction == 0.98
+
+
 def test_engines_that_do_not_fit_are_no_action(write_config: Write, node: NodeResources) -> None:
     run = checked(write_config, node, *ACT)
     full = replace(run, nodes=(replace(node, available_bytes=1),))
@@ -127,7 +158,8 @@ def test_a_change_of_formats_goes_on_from_its_checkpoint_with_the_engines_of_the
 
     monkeypatch.setattr(module, "_run_engines", start)
     with RunDirectory(tmp_path / "run") as directory:
-        shown = Shown(progress=RunProgress(5), status=StatusFile(run_dir=directory.path, num_steps=5))
+        status = StatusFile(run_dir=directory.path, num_steps=5)
+        shown = Shown(progress=RunProgress(5), status=status, command=Command(name="run"))
         module._run(run, directory, shown, resume_point(directory))
         assert starts == [(0, ()), (3, ("*.layers.1.*",))]
         num_lost_nodes = 1

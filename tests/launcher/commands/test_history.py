@@ -179,4 +179,7 @@ def test_a_budget_that_cannot_hold_an_epoch_is_named_with_the_one_that_can() -> 
     assert f"About {needed} bytes hold all" in line(history=half)
     assert line(history={"budget_bytes": needed}) == ""
     assert line(history=half, num_steps=25) == "", "no prompt comes again"
+    refill = {"algorithm": shape["algorithm"] | {"max_refill": 0.25}}
+    assert line(history=half, num_steps=25, **refill) != "", "25 steps may draw 125 groups"
+    assert line(history=half, num_steps=20, **refill) == ""
     assert line(history=half | {"drafts": False}) == ""

@@ -231,7 +231,7 @@ def test_groups_that_replace_others_are_said_to_be_missing_in_the_estimate(
 ) -> None:
     assert plan() == 0
     assert capsys.readouterr().err == ""
-    assert plan("algorithm.max_refill=2") == 0
+    assert plan("algorithm.max_refill=2", "cluster.object_store_bytes=536870912") == 0
     assert capsys.readouterr().err == (
         "warning: `algorithm.max_refill` = 2: the estimate counts the rollout of 64 groups, and a step may sample 192; "
         "the rollout then takes about 3.0 times as long\n"

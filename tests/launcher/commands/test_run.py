@@ -25,6 +25,8 @@ from launcher.commands.assembly import Shown
 from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import EvalConfig, RunConfig
+from launcher.endings import conclusion
+from launcher.endings.conclusion import Command, conclude
 from launcher.endings.kinds import judge
 from launcher.errors import RunDirectoryError
 from launcher.run_dir import stop_request
@@ -42,6 +44,7 @@ from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.messages import TrainerSpec
 from rollout.data.order import OrderState
 from rollout.evaluation import EvaluationRow, changes, settings_digest
+from rollout.failures import DeadlineError
 from rollout.pool.callbacks import Progress
 
 LAST = 3
@@ -120,6 +123,11 @@ def save(directory: RunDirectory, step: int) -> None:
     directory.finish_checkpoint(step, 2)
 
 
+def shown_of(directory: RunDirectory) -> Shown:
+    status = StatusFile(run_dir=directory.path, num_steps=LAST)
+    return Shown(progress=RunProgress(LAST), status=status, command=Command(name="run"))
+
+
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
@@ -145,9 +153,8 @@ def start(write_config: Callable[[str], Path], node: NodeResources, tmp_path: Pa
         )
         checked = check_run(load(RunConfig, write_config(more), overrides), [node])
         with RunDirectory(tmp_path / "run") as directory:
-            shown = Shown(progress=RunProgress(LAST), status=StatusFile(run_dir=directory.path, num_steps=LAST))
             machine.log.clear()
-            module._run_engines(checked, directory, shown, resume_point(directory), ())
+            module._run_engines(checked, directory, shown_of(directory), resume_point(directory), ())
         return list(machine.log)
 
     return start
@@ -248,9 +255,9 @@ def test_a_changed_configuration_is_refused_at_any_checkpoint_before_records_are
     with RunDirectory(tmp_path / "run") as directory:
         directory.write_config(resolved_yaml(checked.config.model_copy(update={"seed": 99})))
         save(directory, 0)
-        directory.append_metrics(0, {"a": 1.0})
+        directory.append_metrics(0, {"a": 1.0}, ended_s=1.0)
     with pytest.raises(RunDirectoryError, match="seed: 99 -> "):
-        module.run(checked)
+        module.run(checked, Command(name="run"))
     assert not (tmp_path / "run" / "metrics.abandoned.jsonl").exists()
 
 
@@ -264,15 +271,16 @@ def test_a_start_without_a_checkpoint_may_change_every_key_and_says_so(
     config = load(RunConfig, write_config(""))
     monkeypatch.setattr(module, "_run", lambda *given: None)
     monkeypatch.setattr(module, "write_report", lambda run_dir: run_dir / "report.html")
-    module.run(check_run(config, [node]))
+    module.run(check_run(config, [node]), Command(name="run"))
     assert "changed since" not in capsys.readouterr().out, "it is the first start"
     elsewhere = config.model_copy(update={"run_dir": f"{tmp_path}/./run"})
-    module.run(check_run(elsewhere, [node]))
+    module.run(check_run(elsewhere, [node]), Command(name="run"))
     assert "changed since" not in capsys.readouterr().out
     with RunDirectory(tmp_path / "run") as directory:
-        directory.append_metrics(0, {"a": 1.0})
+        directory.append_metrics(0, {"a": 1.0}, ended_s=1.0)
     before = config.trainer.optimizer.learning_rate
-    module.run(check_run(load(RunConfig, write_config(""), ["seed=7", "trainer.optimizer.learning_rate=0.5"]), [node]))
+    changed = load(RunConfig, write_config(""), ["seed=7", "trainer.optimizer.learning_rate=0.5"])
+    module.run(check_run(changed, [node]), Command(name="run"))
     said = [line.partition("changed since the last start: ")[2] for line in capsys.readouterr().out.splitlines()]
     assert sorted(filter(None, said)) == [
         f"seed: {config.seed} -> 7",
@@ -337,10 +345,10 @@ def test_a_run_whose_newest_checkpoint_is_gone_is_refused_and_keeps_its_records(
     with RunDirectory(tmp_path / "run") as directory:
         save(directory, 1)
         save(directory, 2)
-        directory.append_metrics(0, {"a": 1.0})
+        directory.append_metrics(0, {"a": 1.0}, ended_s=1.0)
     (tmp_path / "run" / "checkpoints" / "2").rename(tmp_path / "elsewhere")
     with pytest.raises(RunDirectoryError, match=r"latest names step 2, .* left: 1; write"):
-        module.run(checked)
+        module.run(checked, Command(name="run"))
     assert not (tmp_path / "run" / "metrics.abandoned.jsonl").exists()
 
 
@@ -492,7 +500,47 @@ def test_a_run_whose_report_cannot_be_written_says_so_and_ends_as_usual(
 
     monkeypatch.setattr(module, "_run", lambda *given: None)
     monkeypatch.setattr(module, "write_report", fail)
-    module.run(check_run(load(RunConfig, write_config("")), [node]))
+    module.run(check_run(load(RunConfig, write_config("")), [node]), Command(name="run"))
     said = capsys.readouterr().out
     assert "its report could not be written (ValueError: cannot convert float NaN to integer)" in said
     assert f"`megatron-rl report {tmp_path / 'run'}` writes it again" in said
+
+
+def test_kills_before_the_last_finished_step_decide_no_ending(
+    write_config: Callable[[str], Path], node: NodeResources, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that the kernel killed, and that was replaced, has nothing to do with a rank that hangs days later."""
+    kills = 3
+    monkeypatch.setattr(conclusion, "memory_kills", lambda: kills)
+
+    def go(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint) -> None:
+        nonlocal kills
+        kills += 1
+        shown.status.finished(0)
+        raise DeadlineError("rank(s) [17] had not returned after 7200 s")
+
+    monkeypatch.setattr(module, "_run", go)
+    command = Command(name="run", kills_before=kills)
+    with pytest.raises(DeadlineError) as ended:
+        module.run(check_run(load(RunConfig, write_config("")), [node]), command)
+    assert conclude(ended.value, command) == 5
+    kills += 1
+    assert conclude(ended.value, command) == 8
+
+
+@pytest.mark.parametrize(("format", "in_8_bits"), [("int8", True), ("bf16", False)])
+def test_the_command_knows_the_weights_of_the_engines_that_run_now(
+    write_config: Callable[[str], Path],
+    node: NodeResources,
+    tmp_path: Path,
+    machine: Machine,
+    format: str,
+    in_8_bits: bool,
+) -> None:
+    """The guard may have changed them."""
+    checked = check_run(load(RunConfig, write_config(""), [f"engine.format={format}"]), [node])
+    with RunDirectory(tmp_path / "run") as directory:
+        shown = shown_of(directory)
+        shown.command.in_8_bits = not in_8_bits
+        module._run_engines(checked, directory, shown, resume_point(directory), ())
+    assert shown.command.in_8_bits is in_8_bits

@@ -1,7 +1,10 @@
 """`megatron-rl slurm`, `status` and `stop` as a person calls them; a script stands in for sbatch."""
 
 import json
+import os
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +13,7 @@ import yaml
 
 from launcher.checks.health.wandb import KEYS, PLACES
 from launcher.cli import main
+from launcher.cluster import slurm_script
 from launcher.cluster.job_folder import VARIABLE, Head, JobFolder
 from launcher.cluster.slurm_script import RecordedTimes
 from launcher.commands import job_checks, slurm, slurm_job
@@ -17,10 +21,12 @@ from launcher.commands.slurm import recorded_times
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
-from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.directory import RunDirectory, RunLock
 from launcher.run_dir.resume import FIRST_MODEL, check_first_model
 from launcher.run_dir.status import StatusFile
-from launcher.run_dir.stop_request import read_request
+from launcher.run_dir.stop_request import ANSWERED, read_request, write_request
+from tests.support.deadline import DEADLINE_S
 
 Write = Callable[[str], Path]
 SLURM = "cluster:\n  slurm:\n    nodes: 2\n    partition: main\n    cpus_per_node: 2\n"
@@ -122,13 +128,88 @@ def test_the_parts_of_a_job_read_the_files_of_their_own_submission(
     assert lines[0][1:] == ["-m", "launcher", "run", str(config)]
 
 
+@pytest.fixture
+def job(write_config: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> JobFolder:
+    """The folder of a job whose only node is healthy, in a run directory with a stop request."""
+    folder = JobFolder(path=tmp_path / "run" / "slurm" / "7.0", config=write_config(""))
+    (folder.path / "checks").mkdir(parents=True)
+    write_request(folder.run_dir, reason="SLURM's signal", requeue=True)
+    (folder.path / "allocated").write_text("node1\n")
+    folder.check_file("node1").write_text(json.dumps({"problems": [], "unreachable": []}))
+    monkeypatch.setenv(VARIABLE, str(folder.path))
+    return folder
+
+
+def test_a_job_on_a_run_directory_in_use_is_refused_and_takes_nothing_from_the_run(
+    job: JobFolder, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(job_checks, "LOCK_TIMEOUT_S", 0.0)
+    lock = RunLock(job.run_dir / "LOCK")
+    assert slurm_job.main(["choose", str(job.config)]) == 2
+    assert f"run_dir `{job.run_dir}` is in use by process {os.getpid()} on " in capsys.readouterr().out
+    assert not job.starts.exists() and not (job.path / "nodes").exists() and read_request(job.run_dir) is not None
+    lock.release()
+    assert slurm_job.main(["choose", str(job.config)]) == 0
+    assert [row["step"] for row in read_rows(job.starts)] == [0] and job.nodes() == ["node1"]
+
+
+def test_a_job_waits_for_the_lock_of_an_earlier_start(job: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = RunLock(job.run_dir / "LOCK")
+    with ThreadPoolExecutor(1) as pool:
+        chosen = pool.submit(slurm_job.main, ["choose", str(job.config)])
+        out = ""
+        while "Waits for 180 s" not in out:
+            assert not chosen.done()
+            time.sleep(0.01)
+            out += capsys.readouterr().out
+        assert not job.starts.exists()
+        lock.release()
+        assert chosen.result(DEADLINE_S) == 0
+
+
+def test_the_batch_script_removes_no_stop_request() -> None:
+    script = (Path(slurm_script.__file__).parent / "templates" / "slurm.sh").read_text()
+    assert not [line for line in script.splitlines() if line.lstrip().startswith("rm ")]
+
+
+@pytest.fixture
+def drive(job: JobFolder, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """The part `drive` with a Ray head that listens and a run that ends with exit code 0."""
+    job.write_head(Head(address="10.0.0.1", port=1, ready_port=2))
+    monkeypatch.setattr(slurm_job, "_wait_until_ready", lambda head, folder: True)
+    monkeypatch.setattr(slurm_job, "_run", lambda folder, head, first_step: 0)
+    return lambda: slurm_job.main(["drive", str(job.config)])
+
+
+def test_a_request_that_came_while_the_nodes_started_stops_the_job(job: JobFolder, drive: Callable[[], int]) -> None:
+    assert drive() == 75
+    answered = read_request(job.run_dir, ANSWERED)
+    assert answered is not None and answered.requeue and read_request(job.run_dir) is None
+
+
+def test_a_request_from_before_the_job_stops_nothing_and_does_not_stay(
+    job: JobFolder, drive: Callable[[], int]
+) -> None:
+    later_s = time.time() + 10
+    os.utime(job.path / "allocated", (later_s, later_s))
+    assert drive() == 0
+    assert read_request(job.run_dir) is None
+
+
+def test_a_request_for_the_run_that_has_the_directory_is_left_to_it(job: JobFolder, drive: Callable[[], int]) -> None:
+    lock = RunLock(job.run_dir / "LOCK")
+    assert drive() == 0, "`megatron-rl run` refuses the directory"
+    assert read_request(job.run_dir) is not None and read_request(job.run_dir, ANSWERED) is None
+    lock.release()
+
+
 def test_a_resubmitted_run_gets_its_notice_from_the_recorded_times(
     write_config: Write, sbatch: Path, tmp_path: Path
 ) -> None:
     run_dir = tmp_path / "run"
     with RunDirectory(run_dir) as directory:
-        directory.append_metrics(0, {"timing_s/step": 100.0})
-        directory.append_metrics(1, {"timing_s/step": 180.5})
+        directory.append_metrics(0, {"timing_s/step": 100.0}, ended_s=100.0)
+        directory.append_metrics(1, {"timing_s/step": 180.5}, ended_s=280.5)
         directory.record_span("trainer", "train", 20.0, 90.0)
         directory.record_span("engines", "evaluate", 90.0, 100.0)
         directory.record_span("trainer", "checkpoint", 100.0, 101.0)

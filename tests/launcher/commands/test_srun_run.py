@@ -8,13 +8,15 @@ from pathlib import Path
 import pytest
 
 from launcher.cluster.job_folder import VARIABLE, JobFolder
-from launcher.cluster.node import NodeResources, package_versions
+from launcher.cluster.node import NodeResources, node_resources, package_versions
 from launcher.cluster.slurm_step import SlurmStep, has_several_tasks
 from launcher.commands import srun_run
 from launcher.commands.srun_run import _config_of_step
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
-from launcher.errors import ConfigError
+from launcher.errors import ConfigError, RunDirectoryError
+from launcher.run_dir.directory import RunLock
+from launcher.run_dir.stop_request import read_request, write_request
 
 STEP = SlurmStep(nodes=("node1", "node2"), num_tasks=2, job_id=7, name="7.0.0", is_first=True)
 
@@ -105,6 +107,28 @@ def test_a_step_changes_no_file_that_a_waiting_job_reads(config: RunConfig, tmp_
     assert load(RunConfig, path / "config.yaml") == config
     assert json.loads((path / "packages.json").read_text()) == package_versions()
     assert [each.name for each in path.parent.iterdir()] == [STEP.name]
+
+
+def test_a_step_on_a_run_directory_in_use_is_refused_before_it_writes_a_file(config: RunConfig, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    write_request(run_dir, reason="for the run that goes on")
+    lock = RunLock(run_dir / "LOCK")
+    path = run_dir / "slurm" / STEP.name
+    try:
+        with pytest.raises(RunDirectoryError, match=r"in use by process \d+ on "):
+            srun_run._first(config, JobFolder(path=path, config=path / "config.yaml"), STEP, node_resources())
+    finally:
+        lock.release()
+    assert {each.name for each in run_dir.iterdir()} == {"LOCK", "stop.json"}
+
+
+def test_the_files_of_a_step_leave_a_stop_request_where_it_is(config: RunConfig, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "slurm" / STEP.name
+    (tmp_path / "run").mkdir()
+    write_request(tmp_path / "run", reason="for the run that goes on")
+    srun_run._write_files(config, JobFolder(path=path, config=path / "config.yaml"), STEP)
+    assert read_request(tmp_path / "run") is not None
 
 
 def test_a_step_of_one_task_runs_as_without_slurm(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,28 @@ def test_an_override_replaces_one_nested_key_and_keeps_its_siblings(write_config
     assert config.seed == 7
 
 
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ([], {}),
+        (["deterministic=true"], {"deterministic_mode": True}),
+        (["deterministic=true", "trainer.megatron.deterministic_mode=false"], {"deterministic_mode": False}),
+        (
+            ["deterministic=true", "trainer.megatron.apply_rope_fusion=false"],
+            {"deterministic_mode": True, "apply_rope_fusion": False},
+        ),
+    ],
+)
+def test_a_deterministic_run_asks_for_megatrons_mode_unless_the_trainer_names_it(
+    write_config: Write, tmp_path: Path, overrides: list[str], found: dict[str, bool]
+) -> None:
+    config = load(RunConfig, write_config(""), overrides)
+    assert config.trainer.megatron == found
+    saved = tmp_path / "resolved.yaml"
+    saved.write_text(resolved_yaml(config))
+    assert load(RunConfig, saved) == config
+
+
 ALIASED = """
 trainer:
   optimizer: &slow
@@ -124,6 +146,22 @@ def test_an_unknown_override_is_named_as_typed(write_config: Write) -> None:
             "`engine.format` = \"fp8\": input should be 'bf16', 'int8', 'fp8_channel' or 'fp8_block'",
         ),
         ("sampling=3", "`sampling` = 3: "),
+        (
+            "algorithm.filter={name: accuracy, low: 0.9, high: 0.1}",
+            '`algorithm.filter` = {"name": "accuracy", "low": 0.9, "high": 0.1}: `low` = 0.9 is not below `high` = 0.1',
+        ),
+        (
+            "algorithm.filter={name: accuracy, low: 1}",
+            "`algorithm.filter.low` = 1: input should be less than 1",
+        ),
+        (
+            "algorithm.filter={name: accuracy, high: 0}",
+            "`algorithm.filter.high` = 0: input should be greater than 0",
+        ),
+        (
+            "engine.probe_max_logprob_gap.fp8_channel=0",
+            "`engine.probe_max_logprob_gap.fp8_channel` = 0: input should be greater than 0",
+        ),
         ("engine.vllm.a=[1]", "`engine.vllm.a` = [1]: input should be a valid string or a valid integer"),
     ],
 )

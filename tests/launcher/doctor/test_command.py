@@ -13,7 +13,7 @@ from launcher.cli import main
 from launcher.cluster.health import NodeFacts
 from launcher.cluster.node import NodeResources
 from launcher.config.loading import load
-from launcher.config.schema import RunConfig
+from launcher.config.schema import ClusterConfig, RunConfig
 from launcher.doctor import command as doctor
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
@@ -165,6 +165,103 @@ def test_a_run_that_this_machine_does_not_hold_is_placed_on_the_nodes_of_its_job
     lines = [line.split()[1] for line in printed.out.splitlines()]
     assert "tokenizer" in lines and ("kernels" in lines) == (num_gpus > 0), printed.err
     assert code == 0
+
+
+def joined_cluster(num_nodes: int) -> tuple[NodeResources, ...]:
+    return tuple(replace(node_with(8), name=f"n{number}") for number in range(num_nodes))
+
+
+LARGE = ["algorithm.prompts_per_step=16", "algorithm.group_size=4", "trainer.parallel.data=16"]
+JOINED = [*LARGE, "engine.format=int8", "cluster.address=10.0.0.1:6379"]
+
+
+def test_a_run_in_a_joined_cluster_is_placed_on_its_nodes(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine has no GPU, so it does not run the kernels of the run."""
+    asked: list[str] = []
+
+    def nodes(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
+        asked.append(cluster.address)
+        return joined_cluster(2)
+
+    monkeypatch.setattr(doctor, "joined_nodes", nodes)
+    monkeypatch.setattr(doctor, "node_resources", lambda: node_with(0))
+    assert main(["doctor", str(config), *JOINED]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "ok    memory         fits every node of the Ray cluster" in lines
+    assert "kernels" not in [line.split()[1] for line in lines]
+    assert asked == ["10.0.0.1:6379"]
+    monkeypatch.setattr(doctor, "joined_nodes", lambda cluster: joined_cluster(1))
+    assert main(["doctor", str(config), *JOINED]) == 2, "16 trainer ranks on 8 GPUs"
+
+
+def test_log_probabilities_are_compared_on_the_nodes_that_the_lines_judge(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Sequence[NodeResources]] = []
+    checked = doctor.check_run
+    monkeypatch.setattr(doctor, "check_run", lambda config, nodes: (seen.append(nodes), checked(config, nodes))[1])
+    monkeypatch.setattr(doctor, "joined_nodes", lambda cluster: pytest.fail("the nodes are known"))
+    monkeypatch.setattr(doctor, "compare_log_probabilities", lambda checked, log_dir: iter(()))
+    nodes = joined_cluster(2)
+    assert doctor.doctor(load(RunConfig, config, JOINED), nodes) == 0
+    assert seen == [nodes, nodes]
+
+
+@pytest.mark.parametrize(
+    ("node", "resources", "code", "said"),
+    [
+        ("n1", {}, 0, "fits 2 node(s) with as much as this one"),
+        ("n1", {"shared_bytes": 64 << 20}, 2, "/dev/shm of a node: "),
+        ("n1", {"available_bytes": 1 << 30}, 2, "host of a node: "),
+        ("login", {"available_bytes": 1 << 30}, 0, "not checked: this is no node of the job, which checks its own"),
+    ],
+    ids=["enough", "little /dev/shm", "little memory", "a shell of salloc elsewhere"],
+)
+def test_memory_of_a_job_is_that_of_this_node_if_it_is_one_of_them(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    node: str,
+    resources: dict[str, int],
+    code: int,
+    said: str,
+) -> None:
+    for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setenv("SLURMD_NODENAME", node)
+    measured = NodeResources(
+        **{"cpu_cores": 64, "available_bytes": 1 << 40, "shared_bytes": 64 << 30, **resources}, gpu_bytes=()
+    )
+    monkeypatch.setattr(doctor, "node_resources", lambda: measured)
+    assert main(["doctor", str(config), "cluster.slurm.nodes=2", "trainer.parallel.data=2"]) == code
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+
+
+@pytest.mark.parametrize("row", ['{"prompt": "q", "answer": "caf\\ud83d"}', '{"prompt": "q \\ud83d", "answer": "1"}'])
+def test_half_of_a_character_in_the_data_is_named_by_its_line(
+    config: Path, capsys: pytest.CaptureFixture[str], row: str
+) -> None:
+    (config.parent / "train.jsonl").write_text(f"{row}\n")
+    assert main(["doctor", str(config)]) == 2
+    assert "train.jsonl, line 1: " in (error := capsys.readouterr().err) and "holds \\ud83d, half of" in error
+
+
+def test_writing_is_measured_with_the_files_of_the_fullest_node(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[float] = []
+
+    def line(speed: float, size: int, *, share: float, **_: object) -> tuple[str, list[str]]:
+        asked.append(share)
+        return "", []
+
+    monkeypatch.setattr(doctor, "joined_nodes", lambda cluster: joined_cluster(2))
+    monkeypatch.setattr(doctor, "node_resources", lambda: node_with(0))
+    monkeypatch.setattr(doctor, "write_speed", lambda directory, num_files: asked.append(num_files) or 1e9)
+    monkeypatch.setattr(doctor, "write_speed_line", line)
+    assert main(["doctor", str(config), *JOINED]) == 0
+    assert asked == [2 * 8, 8 / 16]
 
 
 def test_a_configuration_that_cannot_run_is_refused(config: Path, capsys: pytest.CaptureFixture[str]) -> None:

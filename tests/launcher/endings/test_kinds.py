@@ -2,6 +2,7 @@
 
 import errno
 import pickle
+import re
 import signal
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import ray
 
 from launcher.endings.conclusion import Command, conclude, logs_beside, termination_raises
-from launcher.endings.kinds import Ending, judge
+from launcher.endings.kinds import Ending, Verdict, judge
 from launcher.endings.saved_work import saved_work
 from launcher.endings.screen import WIDTH, screen
 from launcher.errors import ConfigError, Terminated
@@ -66,6 +67,12 @@ TRAINER = Place(role="trainer", ranks=(1,))
         (DeadlineError("rank(s) [1] had not returned after 3 s"), Ending.DEADLINE),
         (RewardBrokenError("x.y has failed"), Ending.REWARD_BROKEN),
         (remote(RewardBrokenError("x.y has failed")), Ending.REWARD_BROKEN),
+        (RewardBrokenError("x.y has failed, the last time: MemoryError: "), Ending.REWARD_BROKEN),
+        (
+            RewardBrokenError("x.y has failed: OSError: [Errno 30] Read-only file system: '/opt/judge'"),
+            Ending.REWARD_BROKEN,
+        ),
+        (caused(RewardBrokenError("x.y has failed"), PermissionError(errno.EACCES, "", "/x")), Ending.REWARD_BROKEN),
         (caused(CallError("trainer.join failed", TRAINER), remote(UnusableDeviceError("x"))), Ending.USER_INPUT),
         (OSError(errno.ENOSPC, "No space left on device", "/runs/a/metrics.jsonl"), Ending.UNWRITABLE),
         (OSError(errno.EDQUOT, "Disk quota exceeded"), Ending.UNWRITABLE),
@@ -125,6 +132,38 @@ def test_a_process_that_the_memory_killer_ended_has_run_out_of_memory() -> None:
     assert verdict.ending is Ending.OUT_OF_MEMORY
     assert "the out-of-memory killer ended 1 process(es)" in verdict.message and "engine 0" in verdict.message
     assert judge(KeyError("x"), memory_kills=1).ending is Ending.DEFECT
+
+
+@pytest.mark.parametrize(
+    ("verdict", "of_host"),
+    [
+        (judge(ProcessLostError("engine 0: process 4711 ended"), memory_kills=1), True),
+        (judge(DeadlineError("rank(s) [1] had not returned after 3 s"), memory_kills=1), True),
+        (judge(ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")), True),
+        (judge(remote(MemoryError("big"))), True),
+        (judge(OSError(errno.ENOMEM, "Cannot allocate memory")), True),
+        (judge(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")), True),
+        (judge(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")), False),
+        (judge(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")), False),
+    ],
+)
+def test_the_advice_names_keys_of_the_memory_that_ran_out(verdict: Verdict, of_host: bool) -> None:
+    text = " ".join(screen(verdict, command="run", saved=saved_work(None), log="/tmp/x.log").split())
+    assert "memory ran out (exit code 8)" in text and not re.search(r" \.\.\.( |$)", text), "the advice is whole"
+    assert ("`history.budget_bytes`" in text) is of_host
+    assert ("`engine.kv_cache_bytes`" in text) is not of_host
+
+
+def test_a_refused_publish_of_bf16_weights_is_not_advised_to_use_bf16() -> None:
+    error = PublishRefusedError("engine 0: the probe's gap 0.9 nats exceeds engine.probe_max_logprob_gap.bf16")
+    assert "`engine.format=bf16`" in judge(error, in_8_bits=True).advice
+    assert "bf16" not in judge(error).advice
+
+
+def test_the_screen_of_a_broken_reward_names_its_memory_and_no_key_of_engines() -> None:
+    verdict = judge(RewardBrokenError("x.y has failed, the last time: MemoryError: "))
+    text = screen(verdict, command="run", saved=saved_work(None), log="/tmp/x.log")
+    assert "`reward.memory_bytes`" in text and "engine." not in text
 
 
 def test_exit_codes_differ_and_each_kind_but_one_has_advice() -> None:

@@ -1,5 +1,6 @@
 """Bytes of a run in its directory, against closed forms and a file that is written."""
 
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,9 @@ from launcher.estimate.disk import (
     HISTORY_RESPONSE_BYTES,
     HISTORY_TOKEN_BYTES,
     LENGTHS_RESPONSE_BYTES,
+    NOTHING_HELD,
     TRACE_TOKEN_BYTES,
+    HeldBytes,
     record_bytes,
     run_bytes,
 )
@@ -68,6 +71,21 @@ def test_the_history_counts_twice_and_once_more_for_each_further_checkpoint(budg
         for drafts in (True, False)
     )
     assert run_bytes(with_it.config, with_it.spec) - run_bytes(without.config, without.spec) == (2 + 3) * held
+
+
+def test_what_the_directory_holds_does_not_count_again_beyond_one_checkpoint_and_one_policy() -> None:
+    run = planned(**SHAPE, checkpoint={"keep_last": 3}, history={"drafts": False})
+    needed = partial(run_bytes, run.config, run.spec)
+    checkpoint = checkpoint_bytes(run.spec, run.config.trainer) + 1000 * 4 * 8 * 6
+    records = record_bytes(run.config)
+    policy = (needed() - 4 * checkpoint - records) // 2
+    assert needed(held=NOTHING_HELD) == needed()
+    for num_held, num_needed in ((1, 3), (3, 1), (4, 1), (9, 1)):
+        assert needed() - needed(held=HeldBytes(checkpoints=num_held * checkpoint)) == (4 - num_needed) * checkpoint
+    for num_held in (1, 2, 5):
+        assert needed() - needed(held=HeldBytes(policy=num_held * policy)) == policy
+    for num_bytes in (1, records, 10 * records):
+        assert needed() - needed(held=HeldBytes(records=num_bytes)) == min(num_bytes, records)
 
 
 @pytest.mark.parametrize("changed", [0.1, 0.45, 1.0])

@@ -107,8 +107,8 @@ def test_devices_are_free_and_engines_empty_before_a_trainer_starts():
     error = ProcessLostError("gone", TRAINER)
     restarts(log, lost=(1,)).clear(error, SimpleNamespace(ranks=ranks), pool, sharing)
     assert log == [
-        *("ranks end", "groups end", "engines start over", "engines lost?", "lost engines start"),
-        *("history connects", "engines sleep"),
+        *("ranks end", "groups end", "engines start over", "engines sleep"),
+        *("engines lost?", "lost engines start", "history connects"),
     ]
 
 

@@ -65,6 +65,7 @@ def fill(path: Path, num_steps: int = 6) -> None:
                     "timing_s/train": 1.0,
                     "timing_s/step": 2.6,
                 },
+                ended_s=ORIGIN_S + 3.0 * step,
             )
             sample = {"prompt": "1 < 2 & 3", "response": "<script>alert(1)</script>", "ground_truth": "2", "length": 3}
             replace_rows(run.samples_path(step), [{**sample, "reward": reward} for reward in (0.0, 1.0, 0.5, 0.25)])
@@ -120,7 +121,7 @@ def test_evaluations_with_another_k_or_number_of_prompts_are_compared_neither_in
 ) -> None:
     rows = [row(0, 0.2, k=4), row(100, 0.3, k=4), row(200, 0.8, k=16), row(150, 0.5, k=16)]
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(0, {})
+        run.append_metrics(0, {}, ended_s=ORIGIN_S)
         run.append_evaluation(rows)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     tiles = re.findall(r'<div class="value">(.*?)</div><div class="note">(.*?)</div>', text)
@@ -143,7 +144,7 @@ def test_evaluations_with_another_k_or_number_of_prompts_are_compared_neither_in
 def test_a_mean_of_scores_outside_0_to_1_is_shown_as_a_mean_score_and_not_in_per_cent(tmp_path: Path) -> None:
     rows = [row(0, -0.8, k=4), row(100, 0.1, k=4), row(200, -0.2, k=4)]
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(0, {})
+        run.append_metrics(0, {}, ended_s=ORIGIN_S)
         run.append_evaluation(rows)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     tile = '<div class="label">(.*?)</div><div class="value">(.*?)</div><div class="note">(.*?)</div>'
@@ -162,7 +163,7 @@ def test_a_mean_of_scores_outside_0_to_1_is_shown_as_a_mean_score_and_not_in_per
 def test_accuracies_and_scores_of_another_scale_have_charts_of_their_own(tmp_path: Path) -> None:
     rows = [row(step, 0.5, k=4) for step in (0, 100, 200)]
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(0, {})
+        run.append_metrics(0, {}, ended_s=ORIGIN_S)
         run.append_evaluation([*rows, *[{**each, "set_name": "other", "outside": 3.0} for each in rows]])
     text = write_report(tmp_path).read_text(encoding="utf-8")
     charts = re.findall(r"<figcaption>(.*?) <span>avg@k</span>.*?</i>(.*?) \(", text)
@@ -172,7 +173,7 @@ def test_accuracies_and_scores_of_another_scale_have_charts_of_their_own(tmp_pat
 def test_a_set_whose_settings_changed_between_its_evaluations_has_a_sentence_with_the_reason(tmp_path: Path) -> None:
     other = {"settings": "b"}
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(0, {})
+        run.append_metrics(0, {}, ended_s=ORIGIN_S)
         run.append_evaluation([{**row(0, 0.2, k=4), "settings": "a"}, {**row(200, 0.5, k=4), **other}])
     text = write_report(tmp_path).read_text(encoding="utf-8")
     (note,) = re.findall(r'<section id="evaluation"><h2>Evaluation</h2><p class="note">(.*?)</p></section>', text)
@@ -192,7 +193,7 @@ def test_a_set_whose_settings_changed_between_its_evaluations_has_a_sentence_wit
 
 def test_evaluations_of_a_single_step_are_no_section(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(0, {})
+        run.append_metrics(0, {}, ended_s=ORIGIN_S)
         run.append_evaluation([row(200, 0.8, k=4)])
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert "Evaluation" not in text and "points of" not in text
@@ -213,7 +214,7 @@ def test_samples_of_steps_that_a_resume_takes_again_are_not_shown(tmp_path: Path
 
 def test_charts_without_recorded_metrics_are_left_out(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(0, {"reward/mean": 0.5})
+        run.append_metrics(0, {"reward/mean": 0.5}, ended_s=ORIGIN_S)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert text.count("<svg") == 1
     assert "Evaluation" not in text
@@ -221,7 +222,7 @@ def test_charts_without_recorded_metrics_are_left_out(tmp_path: Path) -> None:
 
 def test_drafts_have_their_own_charts(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(0, DraftStats(num_forwards=4, num_rows=10, num_emitted=10).metrics())
+        run.append_metrics(0, DraftStats(num_forwards=4, num_rows=10, num_emitted=10).metrics(), ended_s=ORIGIN_S)
         found = DraftStats(
             num_rows=10,
             num_emitted=23,
@@ -231,7 +232,7 @@ def test_drafts_have_their_own_charts(tmp_path: Path) -> None:
             calibration_count=(20,) + (0,) * (CALIBRATION_BINS - 1),
         ).metrics()
         seen = {"history/reusable_share": 0.8, "history/length_rank_correlation": 0.7}
-        run.append_metrics(1, {**found, **seen, "history/saved_s_measured": 2.0})
+        run.append_metrics(1, {**found, **seen, "history/saved_s_measured": 2.0}, ended_s=ORIGIN_S)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert text.count("<svg") == 6
     assert "1.00 → 2.30" in text
@@ -247,7 +248,7 @@ def test_publishing_has_its_own_charts(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         for step in range(2):
             times = {"timing_s/publish_pack": 0.5, "timing_s/publish_apply": 1.0, "publish/wire_bytes": 1e6}
-            run.append_metrics(step, {**times, **code_metrics(layers)})
+            run.append_metrics(step, {**times, **code_metrics(layers)}, ended_s=ORIGIN_S)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert text.count("<svg") == 4
     assert "Publishing" in text
@@ -307,7 +308,7 @@ def write_starts(path: Path) -> None:
                 forwards["seconds"] *= slow
                 append_forwards(path / "traces", engine, forwards)
             now = began + 30.0
-            run.append_metrics(step, {"timeline/elapsed_s": now - began, "timing_s/step": now - began, "time_s": now})
+            run.append_metrics(step, {"timeline/elapsed_s": now - began, "timing_s/step": now - began}, ended_s=now)
 
 
 def test_engines_of_an_earlier_start_have_no_lane_and_no_waits_later(tmp_path: Path) -> None:
@@ -352,7 +353,7 @@ def test_too_few_forwards_since_the_last_start_give_no_speed(tmp_path: Path) -> 
     with RunDirectory(tmp_path) as run:
         for step, begin_s in enumerate((ORIGIN_S, ORIGIN_S + 100.0)):
             append_forwards(tmp_path / "traces", 0, decode(begin_s, np.full(64, 100 if step == 0 else 9)))
-            run.append_metrics(step, {"timing_s/step": 20.0, "time_s": begin_s + 20.0})
+            run.append_metrics(step, {"timing_s/step": 20.0}, ended_s=begin_s + 20.0)
     found = read_record(tmp_path).timeline
     assert found.speed is None
     assert "9 forwards since the last start are too few to fit the speed of the engines." in found.notes
@@ -380,7 +381,8 @@ def test_the_causes_of_the_mismatch_are_drawn_as_areas_beside_their_sample_sizes
         for step in range(2):
             parts = {"quantisation": 2e-3, "numerics": 1e-4, "stale_1": 3e-4, "speculation": -1e-5, "total": 2.4e-3}
             sizes = {f"rollout_corr/part_ess/{name}": 0.99 for name in ("total", "quantisation", "numerics")}
-            run.append_metrics(step, {f"rollout_corr/part_k3/{name}": value for name, value in parts.items()} | sizes)
+            of_parts = {f"rollout_corr/part_k3/{name}": value for name, value in parts.items()}
+            run.append_metrics(step, of_parts | sizes, ended_s=ORIGIN_S)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     assert text.count("<svg") == 2
     assert text.count('class="area ') == 3  # the negative part has no area, and the total is their sum
@@ -396,7 +398,8 @@ def test_a_step_whose_mismatch_is_not_a_number_leaves_the_report_and_its_other_a
     ]
     with RunDirectory(tmp_path) as run:
         for step, parts in enumerate(steps):
-            run.append_metrics(step, {f"rollout_corr/part_k3/{name}": value for name, value in parts.items()})
+            of_parts = {f"rollout_corr/part_k3/{name}": value for name, value in parts.items()}
+            run.append_metrics(step, of_parts, ended_s=ORIGIN_S)
     text = write_report(tmp_path).read_text(encoding="utf-8")
     areas = [re.findall(r"V(\d+)H", path) for path in re.findall(r'class="area s\d" d="([^"]*)"', text)]
     # numerics above quantisation, of which the second step has none; the axis ends at 3e-3

@@ -20,7 +20,7 @@ HOLD = (
     "import sys, time\n"
     "from launcher.run_dir.directory import RunDirectory\n"
     "held = RunDirectory(sys.argv[1])\n"
-    "held.append_metrics(0, {'reward/mean': 0.5})\n"
+    "held.append_metrics(0, {'reward/mean': 0.5}, ended_s=1.0)\n"
     "print('held', flush=True)\n"
     "time.sleep(600)\n"
 )
@@ -85,10 +85,10 @@ def test_children_do_not_keep_the_lock_alive(tmp_path: Path) -> None:
 def test_rows_of_repeated_steps_are_moved_to_another_file_and_none_is_lost(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
         for step in range(5):
-            run.append_metrics(step, {"reward/mean": step / 10})
+            run.append_metrics(step, {"reward/mean": step / 10}, ended_s=step)
         run.append_evaluation([{"step": 0, "average": 0.1}, {"step": 3, "average": 0.2}, {"step": 5, "average": 0.3}])
         assert run.resume_at(3) == 3
-        run.append_metrics(3, {"reward/mean": 9.0})
+        run.append_metrics(3, {"reward/mean": 9.0}, ended_s=3.0)
         assert [(row["step"], row["reward/mean"]) for row in run.metrics()] == [(0, 0), (1, 0.1), (2, 0.2), (3, 9.0)]
         assert [row["step"] for row in run.evaluation()] == [0, 3]
         abandoned = [json.loads(line) for line in (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()]
@@ -98,7 +98,7 @@ def test_rows_of_repeated_steps_are_moved_to_another_file_and_none_is_lost(tmp_p
 
 def test_a_start_without_checkpoint_also_moves_the_initial_evaluation(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(0, {"a": 1.0})
+        run.append_metrics(0, {"a": 1.0}, ended_s=1.0)
         run.append_evaluation([{"step": 0, "average": 0.1}])
         assert run.resume_at(0) == 2
         assert (run.metrics(), run.evaluation()) == ([], [])
@@ -106,11 +106,11 @@ def test_a_start_without_checkpoint_also_moves_the_initial_evaluation(tmp_path: 
 
 def test_an_incomplete_last_line_is_dropped_before_the_next_append(tmp_path: Path) -> None:
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(0, {"a": 1.0})
+        run.append_metrics(0, {"a": 1.0}, ended_s=1.0)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 1, "time')
     with RunDirectory(tmp_path) as run:
-        run.append_metrics(1, {"a": 2.0})
+        run.append_metrics(1, {"a": 2.0}, ended_s=2.0)
         assert [row["a"] for row in run.metrics()] == [1.0, 2.0]
 
 
@@ -159,7 +159,7 @@ def test_all_of_a_checkpoint_and_the_records_before_it_are_on_disk_before_it_get
 
     with RunDirectory(tmp_path) as run:
         for step in range(2):
-            run.append_metrics(step, {"a": 1.0})
+            run.append_metrics(step, {"a": 1.0}, ended_s=step)
             for path in (run.samples_path(step), run.traces_path(step)):
                 path.write_text("{}\n")
         partial = run.begin_checkpoint(2)

@@ -32,7 +32,7 @@ def write_step(directory: RunDirectory, step: int) -> None:
     begin_s = ORIGIN_S + STEP_S * step
     for engine in range(NUM_ENGINES):
         append_forwards(directory.path / "traces", engine, forwards_from(begin_s + 0.5))
-    directory.append_metrics(step, {"time_s": begin_s + STEP_S, "timing_s/step": STEP_S})
+    directory.append_metrics(step, {"timing_s/step": STEP_S}, ended_s=begin_s + STEP_S)
 
 
 def steps_of(forwards: Forwards) -> list[int]:
@@ -92,7 +92,7 @@ def test_an_engine_without_forwards_since_keeps_its_newest_closed_file(
         directory.remove_samples(step + 1, 1)
     for step in range(4, 8):
         append_forwards(traces, 0, forwards_from(ORIGIN_S + STEP_S * step + 0.5))
-        directory.append_metrics(step, {"time_s": ORIGIN_S + STEP_S * (step + 1), "timing_s/step": STEP_S})
+        directory.append_metrics(step, {"timing_s/step": STEP_S}, ended_s=ORIGIN_S + STEP_S * (step + 1))
         directory.remove_samples(step + 1, 1)
     (first, second), is_cut = read_forwards(traces, max_bytes=1 << 20)
     assert (steps_of(first), steps_of(second), is_cut) == ([6, 7], [3], True)

@@ -34,6 +34,13 @@ def test_steps_after_the_checkpoint_and_the_time_since_then_are_counted(tmp_path
     assert lost.line() == "the last start ended 25 s after its newest checkpoint; 2 finished step(s) are repeated"
 
 
+def test_time_counts_to_the_last_sign_of_life_within_a_long_phase(tmp_path: Path) -> None:
+    write_records(tmp_path, ended_s=137.0)
+    now = json.loads((tmp_path / STATUS).read_text())
+    (tmp_path / STATUS).write_text(json.dumps(now | {"alive_s": 197.0}))
+    assert lost_work(tmp_path, 0) == LostWork(num_steps=3, seconds=97.0)
+
+
 def test_without_a_checkpoint_time_counts_from_the_first_step(tmp_path: Path) -> None:
     write_records(tmp_path, ended_s=137.0)
     assert lost_work(tmp_path, 0) == LostWork(num_steps=3, seconds=37.0)
@@ -52,7 +59,7 @@ def test_a_status_that_holds_none_does_not_keep_a_run_from_its_next_start(tmp_pa
     assert lost_work(tmp_path, 0) is None
 
 
-@pytest.mark.parametrize("field", ["since_s", "written_s", "step", "num_steps"])
+@pytest.mark.parametrize("field", ["since_s", "written_s", "alive_s", "step", "num_steps"])
 def test_a_status_with_other_types_is_none_either(tmp_path: Path, field: str) -> None:
     now = asdict(Now(phase="load", actor="trainer", step=0, num_steps=9, since_s=50.0, written_s=58.0))
     (tmp_path / STATUS).write_text(json.dumps(now | {field: "soon"}))

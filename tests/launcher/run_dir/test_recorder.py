@@ -11,6 +11,9 @@ import pytest
 import ray
 
 from launcher.config.schema import WandbConfig
+from launcher.report.metric_table import MetricTable
+from launcher.report.run_timeline import read_timeline
+from launcher.report.timeline_section import last_steps
 from launcher.run_dir import recorder as recorder_module
 from launcher.run_dir import saves as saves_module
 from launcher.run_dir import wandb as tracking
@@ -30,6 +33,8 @@ from rollout.rewards.text_actor import WrittenSamples
 from rollout.tracing.forwards import FORWARD, decode_forwards
 from tests.launcher.run_dir.test_saves import Planner
 from tests.launcher.run_dir.test_saves import Trainer as SavedTrainer
+
+ORIGIN_S = 1.7e9
 
 
 class WandbRun:
@@ -246,6 +251,30 @@ def test_the_timeline_is_told_which_engines_were_given_up(
         recorder.on_step(0, {"timing_s/step": 1.0}, [])
         recorder.finish()
     assert told == [(3,)]
+
+
+def test_the_time_of_a_row_is_the_end_of_its_step_although_a_save_and_engines_keep_the_recorder(
+    tmp_path: Path, written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the picture of steps has a new start where the row of a step was late."""
+    now_s = ORIGIN_S
+    monkeypatch.setattr("launcher.run_dir.recorder.time.time", lambda: now_s)
+
+    def finish(*, is_step: bool) -> None:
+        nonlocal now_s
+        now_s += 8.0
+
+    with RunDirectory(tmp_path / "run") as directory:
+        recorder = recorder_of(directory, WandbRun(), RunProgress(4))
+        monkeypatch.setattr(recorder._saves, "finish_if_written", finish)
+        for step in range(4):
+            now_s = ORIGIN_S + 100.0 * (step + 1)
+            monkeypatch.setattr(recorder._saves, "_save", object() if step == 2 else None)
+            recorder.on_step(step, {"timing_s/step": 99.0}, [])
+        recorder.finish()
+        assert [row["time_s"] - ORIGIN_S for row in directory.metrics()] == [100.0, 200.0, 300.0, 400.0]
+    timeline = read_timeline(directory.path, MetricTable.read(directory.path))
+    assert [step.number for step in last_steps(timeline.steps)] == [1, 2, 3]
 
 
 def at(*starts_s: float, seconds: float) -> np.ndarray:

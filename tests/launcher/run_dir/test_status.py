@@ -1,12 +1,17 @@
 import json
+import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.status import StatusFile, read_now, status_lines
+from launcher.run_dir.status import QUIET_S, StatusFile, read_now, status_lines
 from launcher.run_dir.stop_request import write_request
+from tests.support.deadline import DEADLINE_S
+
+ORIGIN_S = 1.7e9
 
 
 def write_steps(run_dir: Path, num_steps: int) -> None:
@@ -80,6 +85,65 @@ def test_a_long_phase_reports_its_groups_and_a_silent_run_is_called_so(tmp_path:
     first, second, *_ = status_lines(tmp_path, now_s=time.time() + 1200)
     assert ", 2 of 64 groups (all wait for engines)" in first
     assert "the run may be gone" in second
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The wall clock, which only the test advances."""
+    now_s = [ORIGIN_S]
+    monkeypatch.setattr("launcher.run_dir.status.time.time", lambda: now_s[0])
+    return now_s
+
+
+def test_a_run_that_lives_is_not_called_gone_in_a_long_phase_and_a_killed_one_is(
+    tmp_path: Path, clock: list[float]
+) -> None:
+    """Training of a large model counts no groups; its phase and its last record show how long it has taken."""
+    status = StatusFile(run_dir=tmp_path, num_steps=300, step=12)
+    status.alive()
+    assert read_now(tmp_path) is None, "no phase has begun"
+    status.phase("trainer", "train")
+    clock[0] += 1440
+    status.alive()
+    first, second, *_ = status_lines(tmp_path, now_s=clock[0] + 9)
+    assert first == "step 13 of 300: train for 24 min (all wait for trainer)"
+    assert second.endswith(", alive 9 s ago, last record 24 min ago")
+    _, second, *_ = status_lines(tmp_path, now_s=clock[0] + QUIET_S + 1)
+    assert second.endswith(", alive 5 min ago, last record 29 min ago; the run may be gone")
+
+
+def test_a_thread_writes_that_the_run_lives_until_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.run_dir.status.ALIVE_EVERY_S", 0.001)
+    status = StatusFile(run_dir=tmp_path, num_steps=3)
+    with status.until_the_end():
+        status.phase("trainer", "train")
+        status.part("update")
+        begun = read_now(tmp_path)
+        assert begun is not None
+        deadline_s = time.monotonic() + DEADLINE_S
+        while (now := read_now(tmp_path)) is None or not now.alive_s > begun.alive_s:
+            assert time.monotonic() < deadline_s
+        assert replace(now, alive_s=begun.alive_s) == begun, "a thread does not know whether the run gets on"
+        assert "status" in {thread.name for thread in threading.enumerate()}
+    assert "status" not in {thread.name for thread in threading.enumerate()}
+    now = read_now(tmp_path)
+    assert now is not None and now.phase == "ended"
+
+
+def test_a_record_of_a_version_without_signs_of_life_is_read(tmp_path: Path, clock: list[float]) -> None:
+    StatusFile(run_dir=tmp_path, num_steps=3).phase("trainer", "train")
+    record = json.loads((tmp_path / "status.json").read_text())
+    del record["alive_s"]
+    (tmp_path / "status.json").write_text(json.dumps(record))
+    assert status_lines(tmp_path, now_s=clock[0] + 60)[1].endswith(", alive 60 s ago, last record 60 s ago")
+
+
+def test_what_follows_a_finished_step_is_called_with_it(tmp_path: Path) -> None:
+    seen: list[int] = []
+    status = StatusFile(run_dir=tmp_path, num_steps=3, on_finished=lambda: seen.append(status.step))
+    status.finished(0)
+    status.finished(1)
+    assert seen == [1, 2]
 
 
 def test_the_part_of_a_phase_is_shown_until_the_next_phase(tmp_path: Path) -> None:

@@ -73,6 +73,23 @@ def test_what_the_batch_script_writes_is_a_request(tmp_path: Path) -> None:
     assert read_request(tmp_path, ANSWERED) == request
 
 
+def test_a_request_that_the_run_has_seen_is_answered_although_somebody_removes_it(tmp_path: Path) -> None:
+    watch = StopWatch(run_dir=tmp_path)
+    write_request(tmp_path, reason="SLURM's signal", requeue=True)
+    watch._checked_s = 0.0
+    assert watch()
+    (tmp_path / "stop.json").unlink()
+    answer_request(tmp_path)
+    answered = read_request(tmp_path, ANSWERED)
+    assert answered is not None and answered.requeue
+
+
+def test_a_request_for_an_earlier_run_is_not_taken_for_an_answer(tmp_path: Path) -> None:
+    write_request(tmp_path, reason="of an earlier run", requeue=True)
+    assert not StopWatch(run_dir=tmp_path, since_s=time.time() + 60)()
+    assert read_request(tmp_path, ANSWERED) is None
+
+
 def test_a_file_that_holds_no_request_is_none(tmp_path: Path) -> None:
     (tmp_path / "stop.json").write_text("[]")
     assert read_request(tmp_path) is None

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -10,13 +11,14 @@ from pydantic import ValidationError
 
 from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.passthrough import FIELDS, OTHER_KEYS
+from rollout.processes import ProcessEnv
 from tests.support.trainers.tiny_megatron_models import save_model
 
 VALUES: dict[str, object] = {"moe_router_dtype": "fp64", "recompute_method": "block", "recompute_num_layers": 3}
 """Values of fields that are not bool; those are set to the opposite of what they are."""
 
-NEEDS_CUDA = {"moe_permute_fusion", "moe_router_fusion"}
-"""Fields whose kernels exist on GPUs only."""
+NEEDS_CUDA = {"deterministic_mode", "moe_permute_fusion", "moe_router_fusion"}
+"""Fields whose kernels exist on GPUs only, or that a CPU has no use for."""
 
 
 def gradients_by_field(position, parallel, directory, names, dtype="fp32"):
@@ -41,10 +43,12 @@ def gradients_by_field(position, parallel, directory, names, dtype="fp32"):
         options = ModelOptions(dtype=dtype, recompute=recompute, chunk_tokens=7)
         (plain,) = build(spec, parallel, position, options)
         if name:
-            # Megatron asks for it where Transformer Engine computes attention deterministically
-            os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = str(int(name != "deterministic_mode"))
             value = value_of(name, plain.config)
-            (plain,) = build(spec, parallel, position, dataclasses.replace(options, megatron={name: value}))
+            of_rank = ProcessEnv(single_node=True).trainer_rank(
+                threads=1, is_deterministic=name == "deterministic_mode"
+            )
+            with patch.dict(os.environ, of_rank):
+                (plain,) = build(spec, parallel, position, dataclasses.replace(options, megatron={name: value}))
             assert getattr(plain.config, name) == value
         load(plain, shards, spec, directory)
         logprobs = plain(batch, temperature=0.7).logprobs
@@ -96,6 +100,36 @@ def test_a_model_in_bf16_learns_with_every_field(ranks, tmp_path, family):
         assert all(np.isfinite(gradient).all() for gradient in gradients.values()), name
 
 
+def embeddings_gradients(position, parallel, directory, megatron):
+    """Whether Megatron's mode is on, and five times the gradient of the embedding, [V, H], by several threads."""
+    from megatron_rl.model.build import ModelOptions, build
+    from megatron_rl.model.spec import read_model_spec
+
+    (model,) = build(read_model_spec(directory), parallel, position, ModelOptions(dtype="fp32", megatron=megatron))
+    embedding, found = model.embedding.word_embeddings, []
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 60, (1, 8192), generator=generator)
+    upstream = torch.randn(ids.numel() * embedding.weight.shape[1], generator=generator)
+    torch.set_num_threads(4)
+    try:
+        for _ in range(5):
+            embedding.weight.grad = None
+            embedding(ids).flatten().dot(upstream).backward()
+            found.append(embedding.weight.grad.numpy().copy())
+    finally:
+        torch.set_num_threads(1)
+    return model.config.deterministic_mode, found
+
+
+def test_on_a_cpu_deterministic_mode_changes_no_bit_and_gradients_repeat_with_several_threads(ranks, tmp_path):
+    directory = save_model("qwen3", tmp_path)
+    (without,) = ranks.run(embeddings_gradients, directory, {})
+    (found,) = ranks.run(embeddings_gradients, directory, {"deterministic_mode": True})
+    assert not found[0] and np.abs(found[1][0]).max() > 0
+    for gradient in (*without[1], *found[1]):
+        np.testing.assert_array_equal(gradient, without[1][0])
+
+
 def values_beside_tensor_parallelism(position, parallel, directory, names):
     """By field, the value asked for and the one in Megatron's configuration of one of two tensor-parallel ranks."""
     from megatron_rl.model.build import ModelOptions, transformer_config
@@ -142,11 +176,23 @@ def test_on_a_gpu_no_field_changes_log_probabilities_or_gradients(ranks, tmp_pat
         ({"recompute_num_layers": True}, "`recompute_num_layers` = True must be of type int"),
         ({"recompute_num_layers": 0}, "`recompute_num_layers` = 0 must be at least 1"),
         ({"recompute_method": "blocks"}, "`recompute_method` = blocks: Megatron knows uniform and block"),
+        ({"moe_router_dtype": "float32"}, "`moe_router_dtype` = float32: Megatron knows fp32 and fp64; set it to one"),
+        ({"moe_router_dtype": ""}, "Megatron knows fp32 and fp64"),
     ],
 )
 def test_other_fields_are_refused(fields, message):
     with pytest.raises(ValidationError, match=message):
         TrainerConfig(megatron=fields)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective"])
+@pytest.mark.parametrize("fields", [{"recompute_num_layers": 4}, {"recompute_method": "block"}])
+def test_fields_of_full_recomputation_are_refused_without_it(recompute, fields):
+    ((name, value),) = fields.items()
+    message = f"`trainer.megatron` sets {name} = {value}, which `trainer.recompute` = {recompute} does not read; set"
+    with pytest.raises(ValidationError, match=message):
+        TrainerConfig(recompute=recompute, megatron=fields)
+    assert TrainerConfig(recompute="full", megatron=fields).megatron == fields
 
 
 def test_no_refused_field_may_be_set():

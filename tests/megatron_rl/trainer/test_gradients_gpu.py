@@ -1,4 +1,4 @@
-"""Gradients of the Transformer Engine path on one CUDA device: tensor by tensor, they are those of Hugging Face."""
+"""The Transformer Engine path on one CUDA device: gradients are those of Hugging Face, and repeat if they shall."""
 
 import math
 import re
@@ -16,6 +16,7 @@ import torch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.config import AlgorithmConfig, OptimizerConfig, ParallelConfig
 from rollout.data.sft_rows import SftRows
+from rollout.processes import DETERMINISTIC, ProcessEnv
 from tests.megatron_rl.trainer.test_trainer import trainer_spec
 from tests.support.trainers.tiny_megatron_models import one_by_one, save_model
 
@@ -136,3 +137,54 @@ def test_every_gradient_is_hugging_faces_for_every_length_of_samples(single_rank
         cosines, ratios = map(of_kind, zip(*of_tensors, strict=True))
         assert min(cosines) > 0.99, kind
         assert 0.95 < min(ratios) <= max(ratios) < 1.05, kind
+
+
+@pytest.fixture
+def deterministic(monkeypatch):
+    """The variables of a deterministic trainer rank; afterwards torch is as before."""
+    variables = ProcessEnv(single_node=True).trainer_rank(threads=1, is_deterministic=True)
+    for name in DETERMINISTIC:
+        monkeypatch.setenv(name, variables[name])
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+def weights_around_two_steps(spec, position, batch, rows) -> list[dict[str, torch.Tensor]]:
+    """Weights of a new trainer before its first step and after its second one, by name."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return {name: each.detach().clone() for name, each in trainer._model.named_parameters()}
+
+    before = weights()
+    for _ in range(2):
+        trainer.sft_step(batch, rows)
+    return [before, weights()]
+
+
+@pytest.mark.parametrize(
+    ("family", "fp8"),
+    [*((family, "none") for family in ("blocks", "qwen3", "expert_blocks", EXAMPLE)), ("blocks", "blockwise")],
+)
+def test_two_deterministic_trainers_have_bitwise_equal_weights_after_two_steps(
+    single_rank, tmp_path, deterministic, family, fp8
+):
+    """Rows are many tokens of few kinds, and experts get several of each: sums that may have any order."""
+    if fp8 != "none" and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs a CUDA device of compute capability 9.0")
+    spec = trainer_spec(directory_of(family, tmp_path), ParallelConfig(), AlgorithmConfig(), distributed=True)
+    changes = {"dtype": "bf16", "fp8": fp8, "megatron": {"deterministic_mode": True}}
+    spec = replace(spec, config=spec.config.model_copy(update=changes))
+    generator = np.random.default_rng(0)
+    rows = SftRows(
+        prompts=tuple(generator.integers(3, 20, 31).astype(np.int32) for _ in range(64)),
+        responses=tuple(generator.integers(3, 20, 33).astype(np.int32) for _ in range(64)),
+    )
+    halves = tuple(tuple(range(start, start + 32)) for start in (0, 32))
+    batch = SftBatch(micro_batches=(halves,), num_tokens=64 * 33)
+    (start, first), (_, second) = (weights_around_two_steps(spec, single_rank, batch, rows) for _ in range(2))
+    assert first.keys() == second.keys()
+    assert any(not torch.equal(weight, start[name]) for name, weight in first.items())
+    assert [name for name, weight in first.items() if not torch.equal(weight, second[name])] == []

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import build_batch
 from megatron_rl.batching.cost_model import CostModel
-from megatron_rl.batching.sft_batch import sft_batches
+from megatron_rl.batching.sft_batch import SftBatch, sft_batches
 from megatron_rl.config import (
     AlgorithmConfig,
     CorrectionConfig,
@@ -509,6 +509,32 @@ def sft_steps(position, parallel, spec, batches, rows):
     with pytest.raises(RuntimeError, match="has no plan of publishes"):
         trainer.stage(WeightVersion(0), MemorySender())
     return results
+
+
+def test_a_skipped_update_of_sft_does_not_stretch_the_schedule(ranks, tmp_path):
+    directory = save_model("qwen3", tmp_path)
+    ids = np.arange(1, 6, dtype=np.int32)
+    rows = SftRows(prompts=(ids,), responses=(ids,))
+    batch = SftBatch(micro_batches=(((0,),),), num_tokens=5)
+    spec = trainer_spec(directory, ParallelConfig(), ALGORITHMS["one update"])
+    ((results, positions),) = ranks.run(sft_with_a_poisoned_step, spec, batch, rows, parallel=ParallelConfig())
+    assert [(r.num_optimizer_steps, r.num_skipped_updates) for r in results] == [(0, 1), (1, 0)]
+    assert positions == [1, 2]
+
+
+def sft_with_a_poisoned_step(position, parallel, spec, batch, rows):
+    """Train with an infinite weight, then as usual; returns the results, and the schedule's position after each."""
+    from megatron_rl.trainer.trainer import Trainer
+
+    trainer = Trainer(spec, position)
+    weight = next(trainer._model.parameters())
+    kept = weight.detach().clone()
+    results, positions = [], []
+    for value in (torch.full_like(kept, torch.inf), kept):
+        weight.data.copy_(value)
+        results.append(trainer.sft_step(batch, rows))
+        positions.append(trainer._policy.schedule.num_steps)
+    return results, positions
 
 
 def teacher_forced(directory, rows):

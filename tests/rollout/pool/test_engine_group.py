@@ -1,5 +1,6 @@
 """Calls on engines: answers and errors carry their engine's number even when other engines are lost."""
 
+import re
 from dataclasses import replace
 from functools import partial
 from typing import ClassVar
@@ -135,6 +136,87 @@ def test_a_call_to_living_engines_ignores_a_dead_engine():
     engines = group(2, {0: {"pause_sampling": died, "fault": died}}, pause_sampling=None, fault="")
     engines.pause_sampling(timeout_s=1)
     assert engines.lost == (0,)
+
+
+DIED = ray.exceptions.RayActorError()
+DEATHS = {
+    "the actor": (lambda call: {call: DIED, "fault": DIED}, "RayActorError"),
+    "vLLM's process": (
+        lambda call: {call: failed("EngineDeadError"), "fault": "vLLM's process has ended"},
+        "vLLM's process has ended",
+    ),
+    "a rank, which vLLM has not noticed": (
+        lambda call: {call: failed("cancelled"), "fault": "", "ping": failed("Executor failed.")},
+        "its ranks cannot be called: RuntimeError: Executor failed.",
+    ),
+    "nothing, but it is frozen": (lambda call: {call: LATE}, "engine 3 .*had not finished `{call}` after 1 s and was"),
+}
+"""What an engine answers to a call after the death of its process, and why it is lost."""
+
+
+@pytest.mark.parametrize("death", DEATHS)
+@pytest.mark.parametrize("call", ["sleep", "wake"])
+def test_an_engine_that_dies_in_a_switch_is_lost_and_its_processes_have_ended_when_engines_sleep(
+    call, death, monkeypatch
+):
+    killed = []
+    monkeypatch.setattr(engine_group, "kill_on_nodes", lambda processes, *, stacks: killed.append(list(processes)))
+    answers, why = DEATHS[death]
+    living = {"start": on_host("gpu-00"), "sleep": None, "wake": None, "ping": None, "fault": ""}
+    engines = group(5, {3: {"start": on_host("gpu-03"), **answers(call)}}, **living)
+    engines.finish_start(engines.begin_start(), timeout_s=1)
+    if call == "wake":
+        engines.wake("weights", timeout_s=1)
+        killed.clear()
+    engines.sleep(timeout_s=1)
+    assert engines.lost == (3,) and re.search(why.format(call=call), engines.loss_reason(3))
+    assert killed[-1] == [on_host("gpu-03")]
+    engines.retire(3, "its node is gone")
+    engines.sleep(timeout_s=1)
+    assert killed[-1] == []
+
+
+@pytest.mark.parametrize("call", ["sleep", "wake"])
+def test_an_engine_that_lives_and_cannot_switch_is_an_error(call):
+    living = {"sleep": None, "wake": None, "ping": None, "fault": ""}
+    engines = group(3, {1: {call: failed("CUDA error: out of memory")}}, **living)
+    switch = engines.sleep if call == "sleep" else partial(engines.wake, "weights")
+    with pytest.raises(CallError, match=rf"^engine 1: {call} failed: .*out of memory"):
+        switch(timeout_s=1)
+    assert engines.lost == ()
+
+
+def test_all_engines_may_die_in_a_switch():
+    engines = group(2, {}, sleep=DIED, fault=DIED)
+    engines.sleep(timeout_s=1)
+    engines.wake("weights", timeout_s=1)
+    assert engines.alive == ()
+    with pytest.raises(ProcessLostError, match="no engine is left to publish to: RayActorError") as none:
+        engines.required(timeout_s=1)
+    assert none.value.place == Place(role="engine", ranks=(0, 1))
+
+
+def test_an_engine_that_dies_in_its_first_sleep_has_not_started():
+    engines = group(2, {1: {"sleep": DIED, "fault": DIED}}, start=on_host("gpu-00"), sleep=None, fault="")
+    starting = engines.begin_start()
+    engines.sleep(timeout_s=1)
+    with pytest.raises(ProcessLostError, match="engine 1 was lost after its start: RayActorError") as lost:
+        engines.finish_start(starting, timeout_s=1)
+    assert lost.value.place == Place(role="engine", ranks=(1,), node="gpu-00")
+
+
+def test_an_engine_that_dies_in_its_sleep_before_it_takes_a_number_is_noticed_by_the_next_call():
+    """So `restart_lost` starts it once more, when it connects all engines."""
+    engines = group(2, {}, node_id="n", fault="")
+    engines.mark_lost(1, "killed")
+    started = EngineGroup([Engine(sleep=DIED, fault=DIED, node_id=DIED)], num_ranks=1, first=1)
+    started.sleep(timeout_s=1)
+    started.wake("weights", timeout_s=1)
+    engines.replace(1, started)
+    with pytest.raises(ProcessLostError, match="engine 1: node_id failed"):
+        engines.node_ids(timeout_s=1)
+    engines.check_alive(timeout_s=1)
+    assert engines.lost == (1,)
 
 
 def test_an_engine_that_dies_in_the_last_call_of_a_publish_is_lost_and_the_others_are_not_asked_again():

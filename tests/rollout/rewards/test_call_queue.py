@@ -35,3 +35,11 @@ def test_a_worker_with_calls_takes_only_what_may_share_it_and_fits() -> None:
     assert taken is not None and (taken[0].number, taken[1]) == (1, False)
     assert queue.take(num_running=1, most=2) is None
     assert [left.number for left in queue.take_all()] == [0] and list(queue.take_all()) == []
+
+
+@given(waiting=st.dictionaries(st.integers(0, 99), st.booleans()))
+def test_the_oldest_call_is_found_in_both_kinds(waiting: dict[int, bool]) -> None:
+    queue = CallQueue()
+    for number, is_alone in waiting.items():
+        queue.add(call(number), alone=is_alone)
+    assert queue.oldest_is_alone() == (bool(waiting) and waiting[min(waiting)])

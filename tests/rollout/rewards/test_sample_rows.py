@@ -120,3 +120,15 @@ def test_a_group_whose_tokens_were_lost_with_a_node_is_left_out_and_counted(
     )
     assert {row["prompt_id"] for row in rows} == {"t/0", "t/2"} and lost == [groups[1].group.group_id]
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
+
+
+def test_bytes_of_half_a_character_in_a_response_are_written_as_its_replacement(
+    tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    (ids,) = tokenizer.encode(["\N{GRINNING FACE}"], add_special_tokens=False)
+    group, columns = with_columns(0)
+    half = replace(columns, response_ids=np.resize(ids[:2], len(columns.response_ids)))
+    target = tmp_path / "step-0.jsonl"
+    SampleWriter(tokenizer).write([(group, half)], samples_path=target, traces_path=None, num_returned=0)
+    rows = [json.loads(line) for line in target.read_text(encoding="utf-8").splitlines()]
+    assert rows and all("\N{REPLACEMENT CHARACTER}" in row["response"] for row in rows)

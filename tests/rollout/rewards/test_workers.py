@@ -1,8 +1,10 @@
 """Reward workers: calls side by side, limits, and what is left when a call or a worker has ended. No Ray."""
 
 import asyncio
+import heapq
 import json
 import os
+import random
 import select
 import signal
 import socket
@@ -20,9 +22,11 @@ from rollout.failures import ProcessLostError, RewardBrokenError
 from rollout.rewards import code
 from rollout.rewards import workers as workers_module
 from rollout.rewards.call import RewardOutcome, RewardRequest
+from rollout.rewards.call_queue import Call
+from rollout.rewards.frames import Ended
 from rollout.rewards.worker import WorkerLimits
 from rollout.rewards.worker_server import clean_environment, start_server
-from rollout.rewards.workers import RewardWorkers
+from rollout.rewards.workers import RewardWorkers, _Worker
 from rollout.types import WorkerEvents
 from tests.support.deadline import DEADLINE_S
 
@@ -249,6 +253,111 @@ def test_calls_that_share_a_worker_with_the_culprit_are_repeated(workers_of, mon
     assert outcomes[1].is_late and [outcomes[0].reward, outcomes[3].reward] == [1.0, 1.0]
     # shared, then alone; on a busy machine the worker of the call that hangs may be too slow to cancel it
     assert calls.workers.take_events().num_restarts in (2, 3)
+
+
+class Dispatch:
+    """The rule by which workers receive calls, without processes; numbers of calls ascend with their age."""
+
+    def __init__(self, num_workers: int, per_worker: int) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.workers = RewardWorkers(RewardConfig(function=f"{FUNCTIONS}.patient"))
+        self.workers._per_worker = per_worker
+        for number in range(num_workers):
+            worker = _Worker(number=number, channel=None, exited=None, writer=Unsent(), pid=os.getpid())
+            self.workers._workers[number] = worker
+
+    def add(self, *numbers: int, alone: bool = False) -> None:
+        for number in numbers:
+            call = Call(number=number, request=None, outcome=self.loop.create_future())
+            self.workers._queue.add(call, alone=alone)
+        self.workers._dispatch()
+
+    def end(self, number: int) -> None:
+        (worker,) = (each for each in self.workers._workers.values() if number in each.calls)
+        self.workers._ended(worker, Ended(number=number, outcome=RewardOutcome(reward=1.0), num_strays=0))
+        self.workers._dispatch()
+
+    def running(self) -> list[list[int]]:
+        return [list(worker.calls) for worker in self.workers._workers.values()]
+
+
+class Unsent:
+    def write(self, data: bytes) -> None:
+        pass
+
+
+def test_the_oldest_call_gets_a_worker_of_its_own_although_younger_ones_arrive():
+    async def check() -> None:
+        calls = Dispatch(num_workers=2, per_worker=4)
+        calls.add(10, 11)
+        calls.add(0, alone=True)
+        calls.add(12, 13)
+        assert calls.running() == [[10], [11, 12, 13]]
+        calls.end(10)
+        assert calls.running() == [[0], [11, 12, 13]]
+        calls.add(14, 15)
+        assert calls.running() == [[0], [11, 12, 13, 14]]
+        calls.end(0)
+        assert calls.running() == [[15], [11, 12, 13, 14]]
+
+    asyncio.run(check())
+
+
+def test_one_worker_at_a_time_is_kept_for_calls_that_run_alone():
+    async def check() -> None:
+        calls = Dispatch(num_workers=3, per_worker=4)
+        calls.add(10, 11, 12)
+        calls.add(0, 1, alone=True)
+        calls.end(11)
+        calls.add(13, 14)
+        assert calls.running() == [[10, 13], [0], [12, 14]]
+        calls.end(0)
+        assert calls.running() == [[10, 13], [1], [12, 14]]
+
+    asyncio.run(check())
+
+
+def test_a_call_that_runs_alone_waits_for_older_ones_that_may_share_a_worker():
+    async def check() -> None:
+        calls = Dispatch(num_workers=1, per_worker=2)
+        calls.add(10, 11, 12)
+        calls.add(20, alone=True)
+        calls.add(30)
+        calls.end(10)
+        calls.end(11)
+        assert calls.running() == [[12]], "12 is older than 20, and 30 is younger"
+        calls.end(12)
+        assert calls.running() == [[20]]
+
+    asyncio.run(check())
+
+
+MOST_S = 8.0
+"""Of a call in the next test."""
+ASKED_S = 60.0
+"""When the call that must run alone arrives."""
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_oldest_call_waits_no_longer_than_the_calls_that_had_begun_before_it(seed):
+    """Under arrivals of which no worker becomes empty by chance, and calls of very different lengths."""
+    rng = random.Random(seed)
+
+    async def waited_s() -> float:
+        calls = Dispatch(num_workers=4, per_worker=16)
+        begun: set[int] = set()
+        events = [(rng.uniform(0.0, 600.0), "arrives", number) for number in range(1, 4800)]
+        events.append((ASKED_S, "arrives", 0))
+        heapq.heapify(events)
+        while 0 not in begun and events:
+            now_s, kind, number = heapq.heappop(events)
+            calls.end(number) if kind == "ends" else calls.add(number, alone=number == 0)
+            for each in {each for worker in calls.running() for each in worker} - begun:
+                begun.add(each)
+                heapq.heappush(events, (now_s + rng.uniform(0.1, MOST_S), "ends", each))
+        return now_s - ASKED_S
+
+    assert asyncio.run(waited_s()) <= MOST_S
 
 
 def test_the_server_ends_with_its_scorer_and_takes_everything_along(workers_of, tmp_path):

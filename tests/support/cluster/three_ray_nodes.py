@@ -37,11 +37,16 @@ class Probe:
     """An actor that tells its node."""
 
     def node_id(self) -> str:
-        return str(ray.get_runtime_context().get_node_id())
+        return own_node_id()
 
     def tokens(self) -> np.ndarray:
         """More than Ray passes to the caller, so that they stay in the memory of this node."""
         return np.zeros(1 << 20, dtype=np.uint8)
+
+
+def own_node_id() -> str:
+    """Ray's id of the node on which this runs."""
+    return str(ray.get_runtime_context().get_node_id())
 
 
 def start_probe(running: Processes, node: str) -> ray.actor.ActorHandle:
@@ -136,6 +141,7 @@ def main() -> None:
             "history": running._history_places() == HistoryPlaces(shards=(ids["node9"],), readers=tuple(ids.values())),
             "swapped": refusal(lambda: reservation.check("engine", ["node2", "node9"], [*ids.values()][::-1])),
             "full": refusal(lambda: reserve(running.nodes, placed)),
+            "task": ray.get(running.start_task(own_node_id), timeout=DEADLINE_S) == ids["node2"],
             "others": [node.name for node in others],
             "first": [node.name for node in first],
         }

@@ -59,7 +59,7 @@ def write_run(path: Path, *, num_steps: int = 6, seed: int = 0) -> None:
             span("trainer", "train", 3.0)
             span("publisher", "publish", 0.8)
             metrics = timeline.close(now, now - began)
-            run.append_metrics(step, {"reward/mean": 0.5, "timing_s/step": now - began, **metrics, "time_s": now})
+            run.append_metrics(step, {"reward/mean": 0.5, "timing_s/step": now - began, **metrics}, ended_s=now)
             if step == 2:
                 span("engines", "evaluate", 1.0)
                 span("trainer", "checkpoint", 1.5)

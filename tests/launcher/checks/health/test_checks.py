@@ -1,5 +1,9 @@
 """Checks of the doctor, each with a planted fault: a fault turns its line red and names the fix."""
 
+import json
+import os
+import threading
+import unicodedata
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +16,7 @@ from launcher.checks.health.reward import reward_line
 from launcher.checks.health.stop_tokens import stop_token_line
 from launcher.checks.health.tokenizer import tokenizer_line
 from launcher.checks.health.wandb import KEYS, PLACES, job_problems, wandb_line
-from launcher.checks.health.write_speed import write_speed, write_speed_line
+from launcher.checks.health.write_speed import FILES_PER_RANK, write_speed, write_speed_line
 from launcher.cluster.pairs import Endpoint
 from launcher.cluster.ports import free_ports
 from launcher.config.schema import WandbConfig
@@ -21,6 +25,7 @@ from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
 from rollout.data.tokenizer import Tokenizer
 from tests.support.byte_tokenizer import CHAT_TEMPLATE, tokenizer_in, write_byte_tokenizer
+from tests.support.deadline import DEADLINE_S
 
 ROWS = [PromptRow(where="train.jsonl, line 1", prompt="1 + 1", data_source="", ground_truth="2", extra_info_json="{}")]
 EOS = 256
@@ -57,6 +62,17 @@ def test_text_that_holds_a_special_token_is_named_with_it(tmp_path: Path) -> Non
     )
 
 
+@pytest.mark.parametrize(("normalizer", "problem"), [("NFC", ""), ("Lowercase", "text changes by encoding")])
+def test_text_in_another_form_of_unicode_is_the_same_text(tmp_path: Path, normalizer: str, problem: str) -> None:
+    write_byte_tokenizer(tmp_path)
+    settings = json.loads((tmp_path / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps({**settings, "normalizer": {"type": normalizer}}))
+    prompt = unicodedata.normalize("NFD", "Is x ≠ y? Định lý của Poincaré")
+    assert prompt != unicodedata.normalize("NFC", prompt)
+    _, problems = tokenizer_line(tokenizer_in(tmp_path), [replace(ROWS[0], prompt=prompt)])
+    assert [problem in found for found in problems] == ([True] if problem else [])
+
+
 @pytest.mark.parametrize(
     ("ids", "vocab_size", "problem"),
     [
@@ -86,13 +102,36 @@ def test_the_reward_of_a_sample_is_shown_and_a_broken_function_is_red() -> None:
 
 
 def test_a_slow_disk_is_judged_by_the_time_between_checkpoints(tmp_path: Path) -> None:
-    assert write_speed(tmp_path, 1 << 20) > 0 and list(tmp_path.iterdir()) == []
+    assert write_speed(tmp_path, 3, 1 << 20) > 0 and list(tmp_path.iterdir()) == []
     for background, share in ((False, 0.2), (True, 0.8)):
-        line = partial(write_speed_line, 1e6, 10**7, background=background)  # a save takes 10 s
+        line = partial(write_speed_line, 1e6, 10**7, share=1.0, background=background)  # a save takes 10 s
         assert line(interval_s=None, timeout_s=60.0)[1] == []
         assert line(interval_s=10 / share + 1, timeout_s=60.0)[1] == []
         assert f"a save may take {share:.0%} of that" in line(interval_s=10 / share - 1, timeout_s=60.0)[1][0]
         assert "`trainer.timeout_s` = 9 s" in line(interval_s=None, timeout_s=9.0)[1][0]
+
+
+def test_a_node_is_judged_by_its_part_of_a_checkpoint() -> None:
+    """459 GB from 16 nodes at 200 MB/s each take 143 s; one node would take 2,295 s."""
+    line = partial(write_speed_line, 200e6, 459 * 10**9, interval_s=None, timeout_s=1800.0, background=True)
+    value, problems = line(share=1 / 16)
+    assert problems == []
+    assert value == "200 MB/s, one node's 6.2% of a checkpoint of about 459000 MB takes 143.4 s"
+    value, problems = line(share=1.0)
+    assert value == "200 MB/s, a checkpoint of about 459000 MB takes 2295.0 s"
+    assert "`trainer.timeout_s` = 1800 s" in problems[0]
+
+
+def test_all_files_of_a_node_are_open_at_the_same_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits with its bytes written until all have come so far."""
+    together, synced = threading.Barrier(4), os.fsync
+    monkeypatch.setattr(os, "fsync", lambda file: (together.wait(DEADLINE_S), synced(file)))
+    assert write_speed(tmp_path, 4, 1 << 20) > 0
+
+
+def test_as_many_files_are_measured_as_a_checkpoint_has() -> None:
+    source = (Path(__file__).parents[4] / "megatron_rl/checkpoints/writer.py").read_text()
+    assert f"\nFILES_PER_RANK = {FILES_PER_RANK}\n" in source
 
 
 def wandb_problems(home: Path, mode: str = "online", *, is_installed: bool = True, **environment: str) -> list[str]:
