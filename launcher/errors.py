@@ -2,7 +2,7 @@
 
     LaunchError (ValueError)       an error that the user can fix; the message is one screen: value, bound, fix
      +- ConfigError                the configuration file, an override, or a combination of both
-     +- RunDirectoryError          the run directory is in use, or belongs to another run
+     +- RunDirectoryError          the run directory is in use (RunInUseError), or belongs to another run
     Terminated (BaseException)     the process received SIGTERM
 
 `cli.main` prints the message of a `LaunchError` and exits with code 2. `launcher.endings.kinds` maps every other
@@ -23,6 +23,10 @@ class ConfigError(LaunchError):
 
 class RunDirectoryError(LaunchError):
     """The run directory is held by a living process, or belongs to another run."""
+
+
+class RunInUseError(RunDirectoryError):
+    """A living process holds the run directory."""
 
 
 class Terminated(BaseException):

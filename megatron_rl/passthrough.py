@@ -74,7 +74,9 @@ def passthrough_problem(fields: Mapping[str, object]) -> str:
         if type(value) is not kind:
             return f"`{name}` = {value} must be of type {kind.__name__}"
         if name in CHOICES and value not in CHOICES[name]:
-            return f"`{name}` = {value}: Megatron knows {' and '.join(CHOICES[name])}; set it to one of them"
+            return (
+                f"`{name}` = {value}: Megatron knows {' and '.join(CHOICES[name])}; set it to one of them, or remove it"
+            )
     if int(str(fields.get("recompute_num_layers", 1))) < 1:
         return f"`recompute_num_layers` = {fields['recompute_num_layers']} must be at least 1; raise it or remove it"
     return ""

@@ -137,8 +137,8 @@ DETERMINISTIC: Mapping[str, tuple[str, ...]] = {
     "NVTE_ALLOW_NONDETERMINISTIC_ALGO": ("0",),
     # torch names both values: with others, products on several streams may not repeat
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", ":16:8"),
-    # sums that switches compute (NVLS) have no fixed order; Megatron-LM takes these values
-    "NCCL_ALGO": ("^NVLS", "Ring", "Tree", "CollnetDirect", "CollnetChain"),
+    # sums that switches compute (NVLS, between nodes NVLSTree) have no fixed order
+    "NCCL_ALGO": ("^NVLS,NVLSTree", "Ring", "Tree"),
 }
 """Variables of a deterministic trainer rank, and their values that keep it so; the first one is set."""
 
@@ -166,7 +166,7 @@ def contradictions(environment: Mapping[str, str]) -> list[str]:
         f"{name} = {environment[name]} in the environment, with which a deterministic trainer may not repeat its bits "
         f"or not start; unset it, or set it to {' or '.join(values)}"
         for name, values in DETERMINISTIC.items()
-        if environment.get(name, values[0]) not in values
+        if environment.get(name, values[0]).lower() not in map(str.lower, values)
     ]
 
 

@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 
 from launcher.run_dir.atomic_files import replace_text
-from rollout.data.rows import ground_truth_of, raw_rows
+from rollout.data.rows import ground_truth_of, raw_rows, whole_text
 
 ASK = "\n\nReason step by step, and put the final answer into \\boxed{}."
 
@@ -39,6 +39,7 @@ def convert(source: str, *, data_source: str = "") -> tuple[list[dict[str, objec
         for where, values in raw:
             count += 1
             row = _row(values, where=where, data_source=data_source or Path(source).stem)
+            whole_text(json.dumps(row, ensure_ascii=False, default=str), where=where, column="the row")
             asked = [row[name] for name in ("prompt", "data_source", "ground_truth")]
             rows.setdefault(json.dumps(asked, sort_keys=True, default=str), row)
     if not count:

@@ -26,6 +26,8 @@ class SlurmStep:
     """JOB.RESTART.STEP: the same on all nodes, and another one after SLURM has requeued the job."""
     is_first: bool
     """Whether this process is the first task."""
+    is_requeued: bool = False
+    """Whether SLURM has started the job before."""
 
     @classmethod
     def of_this_process(cls, node: str) -> "SlurmStep":
@@ -42,6 +44,7 @@ class SlurmStep:
             job_id=int(job),
             name=f"{job}.{restart}.{os.environ.get('SLURM_STEP_ID', os.getpid())}",
             is_first=os.environ.get("SLURM_PROCID", "0") == "0",
+            is_requeued=restart != "0",
         )
 
 

@@ -15,7 +15,7 @@ from launcher.commands.requeue import MAX_REQUEUES, may_start
 from launcher.commands.slurm import PACKAGES
 from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
-from launcher.errors import RunDirectoryError
+from launcher.errors import RunInUseError
 from launcher.run_dir.atomic_files import append_line, replace_text
 from launcher.run_dir.directory import RunLock
 from rollout.failures import DeadlineError
@@ -56,14 +56,15 @@ def refuse_in_use(run_dir: Path, *, timeout_s: float) -> None:
         timeout_s: how long to wait for the end of that run.
 
     Raises:
-        RunDirectoryError: another process has the run directory's lock; names the process.
+        RunInUseError: another process has the run directory's lock; names the process.
+        RunDirectoryError: the file system has no locks.
     """
     deadline, is_first = time.monotonic() + timeout_s, True
     while run_dir.is_dir():
         try:
             RunLock(run_dir / "LOCK").release()
             return
-        except RunDirectoryError as error:
+        except RunInUseError as error:
             if time.monotonic() >= deadline:
                 raise
             if is_first:
@@ -76,7 +77,7 @@ def choose(config: RunConfig, folder: JobFolder) -> int:
     """Name the nodes of the run and its spare nodes; the first one becomes Ray's head.
 
     Raises:
-        RunDirectoryError: another run has the run directory.
+        RunInUseError: another run has the run directory.
     """
     refuse_in_use(folder.run_dir, timeout_s=LOCK_TIMEOUT_S)
     slurm = config.cluster.slurm

@@ -23,7 +23,7 @@ from launcher.checks.health.wandb import run_problems
 from launcher.cluster.job_folder import VARIABLE, JobFolder
 from launcher.cluster.node import NodeResources, node_resources, package_versions
 from launcher.cluster.slurm_step import SlurmStep
-from launcher.commands.job_checks import check, choose, reduce, refuse_in_use
+from launcher.commands.job_checks import LOCK_TIMEOUT_S, check, choose, reduce, refuse_in_use
 from launcher.commands.job_state import node_name, say
 from launcher.commands.slurm import CONFIG, FOLDER, PACKAGES, job_config
 from launcher.commands.slurm_job import drive, node
@@ -95,7 +95,8 @@ def _first(config: RunConfig, folder: JobFolder, step: SlurmStep, here: NodeReso
     checked = check_run(config, expected_nodes(config.cluster.slurm, here), found)
     for warning in checked.warnings:
         say(f"warning: {warning}")
-    refuse_in_use(folder.run_dir, timeout_s=0)
+    # a node of an earlier start may have died with the lock
+    refuse_in_use(folder.run_dir, timeout_s=LOCK_TIMEOUT_S if step.is_requeued else 0)
     _write_files(config, folder, step)
     check(config, folder)
     _wait(folder, [folder.check_file(name) for name in step.nodes], "checked its node")

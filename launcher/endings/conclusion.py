@@ -41,12 +41,20 @@ class Command:
     in_8_bits: bool = False
     """Whether its engines have weights in 8 bits."""
     kills_before: int = field(default_factory=memory_kills)
-    """Processes that the kernel's out-of-memory killer had ended before the command, or before its newest step ended.
+    """Processes that the kernel's out-of-memory killer had ended before the command, or before the end of its last step
+    but one.
     """
+    _kills_at_end: int | None = None
+    """The same at the end of the newest step."""
 
     def step_finished(self) -> None:
-        """A step is over, so no process that was killed before ends the command."""
-        self.kills_before = memory_kills()
+        """A step is over: a process that was killed before this step does not end the command.
+
+        One that was killed within it may: a process that nobody needed since is met in the next step.
+        """
+        if self._kills_at_end is not None:
+            self.kills_before = self._kills_at_end
+        self._kills_at_end = memory_kills()
 
     @property
     def process_logs(self) -> Path | None:

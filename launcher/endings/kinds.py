@@ -9,7 +9,7 @@ too. Pure: imports neither ray nor torch.
 
 import errno
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
@@ -159,7 +159,7 @@ def judge(error: BaseException, *, memory_kills: int = 0, in_8_bits: bool = Fals
 
     Args:
         error: what ended the command.
-        memory_kills: processes that the out-of-memory killer has ended since the last finished step, or since the
+        memory_kills: processes that the out-of-memory killer has ended in this step or the one before, or since the
             command began.
         in_8_bits: engines have weights in 8 bits.
     """
@@ -167,16 +167,17 @@ def judge(error: BaseException, *, memory_kills: int = 0, in_8_bits: bool = Fals
     matches = ((ending, cause) for ending, holds in _JUDGES.items() for cause in chain if holds(cause))
     ending, decisive = next(matches, (Ending.DEFECT, root(error)))
     if memory_kills and ending in (Ending.PROCESS_LOST, Ending.ENGINES_LOST, Ending.DEADLINE):
-        kills = f"the out-of-memory killer ended {memory_kills} process(es) since the last finished step or the start; "
+        kills = f"the out-of-memory killer ended {memory_kills} process(es) in the last two steps or since the start; "
         return Verdict(
             ending=Ending.OUT_OF_MEMORY, message=kills + brief(decisive), place=_place(chain), advice=_HOST_MEMORY
         )
-    advice = _advice(ending, decisive, in_8_bits=in_8_bits)
+    advice = _advice(ending, chain, in_8_bits=in_8_bits)
     return Verdict(ending=ending, message=_message(ending, decisive, chain), place=_place(chain), advice=advice)
 
 
-def _advice(ending: Ending, decisive: BaseException, *, in_8_bits: bool) -> str:
-    if ending is Ending.OUT_OF_MEMORY and _is_host_memory(decisive):
+def _advice(ending: Ending, chain: Sequence[BaseException], *, in_8_bits: bool) -> str:
+    # an error of a rank or an engine arrives within a CallError, which decides the kind by its text
+    if ending is Ending.OUT_OF_MEMORY and any(map(_is_host_memory, chain)):
         return _HOST_MEMORY
     if ending is Ending.PUBLISH_REFUSED and in_8_bits:
         return f"{ending.advice} {_REFUSED_IN_8_BITS}"

@@ -65,11 +65,15 @@ def run_bytes(
 
 
 def record_bytes(config: RunConfig, held: HeldBytes = NOTHING_HELD) -> int:
-    """Samples, traces, wandb's tables of samples, and forwards, less those that are `held`."""
+    """Samples, traces, wandb's tables of samples, and forwards, less those that are `held`.
+
+    Where old samples are removed, those of the steps before the next checkpoint come first (`RunDirectory`).
+    """
     checkpoint = config.checkpoint
-    steps = config.num_steps
+    steps, least = config.num_steps, 0
     if checkpoint.keep_last_samples and checkpoint.every:
         steps = min(steps, 1 + checkpoint.keep_last_samples + checkpoint.every)
+        least = min(steps, checkpoint.every)
     prompt = MEAN_SHARE["prompt_tokens"] * config.data.max_prompt_tokens
     tokens = _step_responses(config) * (prompt + _response_tokens(config))
     token_bytes = SAMPLE_TOKEN_BYTES + TRACE_TOKEN_BYTES * config.history.record_traces
@@ -77,7 +81,8 @@ def record_bytes(config: RunConfig, held: HeldBytes = NOTHING_HELD) -> int:
     if config.wandb.mode != "disabled":  # those of all steps stay
         share = min(config.wandb.sample_rows / _step_responses(config), 1.0)
         tables = TABLE_COPIES * config.num_steps * share * tokens * SAMPLE_TOKEN_BYTES
-    return max(int(steps * tokens * token_bytes + tables) + _forward_bytes(config) - held.records, 0)
+    needed = int(steps * tokens * token_bytes + tables) + _forward_bytes(config)
+    return max(needed - held.records, int(least * tokens * token_bytes))
 
 
 def _step_responses(config: RunConfig) -> int:

@@ -29,7 +29,7 @@ from typing import Self
 
 from history.own_files import opener, refuse_planted_links
 from launcher.checks.paths import folder_problems
-from launcher.errors import RunDirectoryError
+from launcher.errors import RunDirectoryError, RunInUseError
 from launcher.run_dir.atomic_files import (
     append_line,
     drop_torn_line,
@@ -52,7 +52,8 @@ class RunLock:
         """Acquires the lock.
 
         Raises:
-            RunDirectoryError: another process has it (named), or the file system has no locks.
+            RunInUseError: another process has it (named).
+            RunDirectoryError: the file system has no locks.
         """
         self._descriptor = opener(str(path), os.O_RDWR | os.O_CREAT, 0o644)
         try:
@@ -60,7 +61,7 @@ class RunLock:
         except BlockingIOError:
             holder = os.read(self._descriptor, 4096).decode(errors="replace")
             os.close(self._descriptor)
-            raise RunDirectoryError(
+            raise RunInUseError(
                 f"run_dir `{path.parent}` is in use by {_describe(holder)}; "
                 "wait for it, end it, or give another run_dir"
             ) from None

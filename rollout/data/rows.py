@@ -17,6 +17,7 @@ Every error names the file and the line (`.jsonl`, from 1) or row (`.parquet`, f
 import datetime
 import decimal
 import json
+import re
 from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -132,10 +133,18 @@ def _row(values: object, *, where: str, name: str) -> PromptRow:
         prompt=prompt_of(values, where=where),
         data_source=whole_text(source or name, where=where, column="`data_source`"),
         ground_truth=ground_truth_of(values, where=where),
-        extra_info_json=whole_text(
-            json.dumps(values.get("extra_info"), default=str, ensure_ascii=False), where=where, column="`extra_info`"
-        ),
+        extra_info_json=_json_of(values.get("extra_info")),
     )
+
+
+def _json_of(value: object) -> str:
+    """The value as text, with escapes if it holds half of a character: only the reward function reads it."""
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return json.dumps(value, default=str) if _HALF.search(text) else text
+
+
+_HALF = re.compile("[\ud800-\udfff]")
+"""Half of a character: a lone surrogate."""
 
 
 def whole_text(text: str, *, where: str, column: str) -> str:
@@ -144,14 +153,11 @@ def whole_text(text: str, *, where: str, column: str) -> str:
     Raises:
         ValueError: it holds half of a character (a lone surrogate).
     """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = ascii(text[error.start])[1:-1]
+    if half := _HALF.search(text):
         raise ValueError(
-            f"{where}: {column} holds {half}, half of a character that was cut in two (a lone surrogate); write the "
-            "row anew from the uncut text, or leave it out"
-        ) from error
+            f"{where}: {column} holds {ascii(half[0])[1:-1]}, half of a character that was cut in two (a lone "
+            "surrogate); write the row anew from the uncut text, or leave it out"
+        )
     return text
 
 

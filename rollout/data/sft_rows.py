@@ -85,8 +85,13 @@ def texts_of(values: object, *, where: str) -> tuple[str | tuple[ChatMessage, ..
 
 
 def _one_turn(response: str, markers: Sequence[str], *, where: str) -> str:
-    """The response, if it holds none of the special tokens that the chat template writes around messages."""
-    if found := next((marker for marker in markers if marker in response), ""):
+    """The response, if it holds none of the special tokens that the chat template writes around messages.
+
+    One may stand at its end: a base model learns there how the template ends a turn, which is not its own end.
+    """
+    whole = response.rstrip()
+    body = next((whole.removesuffix(marker) for marker in markers if whole.endswith(marker)), response)
+    if found := next((marker for marker in markers if marker in body), ""):
         raise ValueError(
             f"{where}: the response holds {found}, which the chat template writes around a message, so it is already "
             "rendered; give the bare text of one turn, to which the end is appended, and earlier turns in `prompt`"

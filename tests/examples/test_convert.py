@@ -60,3 +60,10 @@ def test_columns_of_a_parquet_file_that_json_lacks_become_the_text_that_a_run_re
     assert main([str(source), str(target)]) == 0
     (written,), (read,) = read_rows(str(target)), read_rows(str(source))
     assert written.extra_info_json == read.extra_info_json == '{"when": "2024-02-01 00:00:00", "weight": "1.50"}'
+
+
+def test_a_row_with_half_of_a_character_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, target = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    source.write_text('{"problem": "cut \\ud83d", "answer": "1"}\n')
+    assert main([str(source), str(target)]) == 2 and not target.exists()
+    assert "line 1: the row holds \\ud83d, half of a character" in capsys.readouterr().err

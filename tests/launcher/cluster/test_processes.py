@@ -93,7 +93,11 @@ def test_a_deterministic_trainer_rank_on_a_gpu_has_the_variables_that_its_librar
     for name in DETERMINISTIC:
         monkeypatch.delenv(name, raising=False)
     found = Processes(environment=ENVIRONMENT, log_dir=None, nodes=(NODE,))._of_rank(spec_of(**parts), rank(*devices))
-    asked_for = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "CUBLAS_WORKSPACE_CONFIG": ":4096:8", "NCCL_ALGO": "^NVLS"}
+    asked_for = {
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+        "NCCL_ALGO": "^NVLS,NVLSTree",
+    }
     assert {name: found[name] for name in asked_for if name in found} == (asked_for if is_set else {})
 
 
@@ -101,7 +105,9 @@ def test_a_deterministic_trainer_rank_on_a_gpu_has_the_variables_that_its_librar
     ("exported", "said"),
     [
         ({"NCCL_ALGO": "Ring", "CUBLAS_WORKSPACE_CONFIG": ":16:8"}, []),
-        ({"NCCL_ALGO": "NVLS"}, ["NCCL_ALGO = NVLS", "unset it, or set it to ^NVLS or Ring"]),
+        ({"NCCL_ALGO": "ring"}, []),
+        ({"NCCL_ALGO": "^NVLS"}, ["NCCL_ALGO = ^NVLS", "unset it, or set it to ^NVLS,NVLSTree or Ring or Tree"]),
+        ({"NCCL_ALGO": "CollnetDirect"}, ["NCCL_ALGO = CollnetDirect"]),
         (
             {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "1"},
             ["NVTE_ALLOW_NONDETERMINISTIC_ALGO = 1 in the environment", "or not start; unset it, or set it to 0"],

@@ -506,24 +506,33 @@ def test_a_run_whose_report_cannot_be_written_says_so_and_ends_as_usual(
     assert f"`megatron-rl report {tmp_path / 'run'}` writes it again" in said
 
 
-def test_kills_before_the_last_finished_step_decide_no_ending(
-    write_config: Callable[[str], Path], node: NodeResources, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("num_finished", "code"), [(1, 8), (2, 5)])
+def test_kills_decide_an_ending_in_their_step_and_the_next_one(
+    write_config: Callable[[str], Path],
+    node: NodeResources,
+    monkeypatch: pytest.MonkeyPatch,
+    num_finished: int,
+    code: int,
 ) -> None:
-    """An engine that the kernel killed, and that was replaced, has nothing to do with a rank that hangs days later."""
+    """An engine that the kernel killed, and that was replaced, has nothing to do with a rank that hangs days later.
+
+    A process that nobody needed in its step, such as the text actor, is met in the next one.
+    """
     kills = 3
     monkeypatch.setattr(conclusion, "memory_kills", lambda: kills)
 
     def go(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: ResumePoint) -> None:
         nonlocal kills
         kills += 1
-        shown.status.finished(0)
+        for step in range(num_finished):
+            shown.status.finished(step)
         raise DeadlineError("rank(s) [17] had not returned after 7200 s")
 
     monkeypatch.setattr(module, "_run", go)
     command = Command(name="run", kills_before=kills)
     with pytest.raises(DeadlineError) as ended:
         module.run(check_run(load(RunConfig, write_config("")), [node]), command)
-    assert conclude(ended.value, command) == 5
+    assert conclude(ended.value, command) == code
     kills += 1
     assert conclude(ended.value, command) == 8
 

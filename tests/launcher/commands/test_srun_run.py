@@ -1,9 +1,11 @@
 """A SLURM step that a person starts: one task on each node, and the configuration of its nodes."""
 
+import errno
 import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -11,10 +13,11 @@ from launcher.cluster.job_folder import VARIABLE, JobFolder
 from launcher.cluster.node import NodeResources, node_resources, package_versions
 from launcher.cluster.slurm_step import SlurmStep, has_several_tasks
 from launcher.commands import srun_run
+from launcher.commands.job_checks import LOCK_TIMEOUT_S, refuse_in_use
 from launcher.commands.srun_run import _config_of_step
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
-from launcher.errors import ConfigError, RunDirectoryError
+from launcher.errors import ConfigError, LaunchError, RunDirectoryError
 from launcher.run_dir.directory import RunLock
 from launcher.run_dir.stop_request import read_request, write_request
 
@@ -121,6 +124,31 @@ def test_a_step_on_a_run_directory_in_use_is_refused_before_it_writes_a_file(con
     finally:
         lock.release()
     assert {each.name for each in run_dir.iterdir()} == {"LOCK", "stop.json"}
+
+
+def test_a_requeued_step_waits_for_the_lock_of_its_earlier_start(
+    config: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waited: list[float] = []
+    monkeypatch.setattr(srun_run, "refuse_in_use", lambda run_dir, *, timeout_s: waited.append(timeout_s))
+    monkeypatch.setattr(srun_run, "_write_files", Mock(side_effect=LaunchError("far enough")))
+    for step in (STEP, replace(STEP, is_requeued=True)):
+        with pytest.raises(LaunchError, match="far enough"):
+            srun_run._first(config, JobFolder(path=tmp_path, config=tmp_path / "x"), step, node_resources())
+    assert waited == [0, LOCK_TIMEOUT_S]
+
+
+def test_a_file_system_without_locks_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[int] = []
+
+    def without_locks(*given: object) -> None:
+        attempts.append(1)
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr("fcntl.flock", without_locks)
+    with pytest.raises(RunDirectoryError, match="has no locks"):
+        refuse_in_use(tmp_path, timeout_s=60)
+    assert len(attempts) == 1
 
 
 def test_the_files_of_a_step_leave_a_stop_request_where_it_is(config: RunConfig, tmp_path: Path) -> None:

@@ -141,6 +141,11 @@ def test_a_process_that_the_memory_killer_ended_has_run_out_of_memory() -> None:
         (judge(DeadlineError("rank(s) [1] had not returned after 3 s"), memory_kills=1), True),
         (judge(ray.exceptions.OutOfMemoryError("Task was killed due to the node running low on memory.")), True),
         (judge(remote(MemoryError("big"))), True),
+        (judge(caused(CallError("rank 3 failed: MemoryError: big"), remote(MemoryError("big")))), True),
+        (
+            judge(caused(CallError("rank 3 failed: CUDA out of memory"), remote(RuntimeError("CUDA out of memory")))),
+            False,
+        ),
         (judge(OSError(errno.ENOMEM, "Cannot allocate memory")), True),
         (judge(RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")), True),
         (judge(RuntimeError("CUDA out of memory. Tried to allocate 2 GiB")), False),

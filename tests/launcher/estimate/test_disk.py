@@ -20,6 +20,7 @@ from launcher.estimate.disk import (
     HISTORY_TOKEN_BYTES,
     LENGTHS_RESPONSE_BYTES,
     NOTHING_HELD,
+    SAMPLE_TOKEN_BYTES,
     TRACE_TOKEN_BYTES,
     HeldBytes,
     record_bytes,
@@ -86,6 +87,14 @@ def test_what_the_directory_holds_does_not_count_again_beyond_one_checkpoint_and
         assert needed() - needed(held=HeldBytes(policy=num_held * policy)) == policy
     for num_bytes in (1, records, 10 * records):
         assert needed() - needed(held=HeldBytes(records=num_bytes)) == min(num_bytes, records)
+
+
+def test_samples_until_the_next_checkpoint_need_room_beside_old_ones_that_it_removes() -> None:
+    whole = planned(**SHAPE, wandb={"mode": "disabled"}, checkpoint={"every": 5}).config
+    kept = planned(**SHAPE, wandb={"mode": "disabled"}, checkpoint={"every": 5, "keep_last_samples": 10}).config
+    of_a_step = STEP_TOKENS * (SAMPLE_TOKEN_BYTES + TRACE_TOKEN_BYTES)
+    assert record_bytes(kept, HeldBytes(records=record_bytes(whole))) == 5 * of_a_step
+    assert record_bytes(whole, HeldBytes(records=record_bytes(whole))) == 0
 
 
 @pytest.mark.parametrize("changed", [0.1, 0.45, 1.0])

@@ -35,7 +35,6 @@ def test_values_for_reward_functions_of_ones_own_are_kept(answer: object, text: 
         ('"prompt": "q", "answer": "caf\\ud83d"', "the ground truth"),
         ('"prompt": "q", "reward_model": {"ground_truth": ["a\\ud83d"]}', "the ground truth"),
         ('"prompt": "q", "answer": "1", "data_source": "\\ud83d"', "`data_source`"),
-        ('"prompt": "q", "answer": "1", "extra_info": {"\\ud83d": 1}', "`extra_info`"),
     ],
 )
 def test_half_of_a_character_is_refused_by_its_row(tmp_path: Path, columns: str, column: str) -> None:
@@ -46,6 +45,12 @@ def test_half_of_a_character_is_refused_by_its_row(tmp_path: Path, columns: str,
         read_rows(str(path))
     (whole,) = read_rows(str(path), limit=1)
     assert (whole.prompt, whole.ground_truth) == ("\N{GRINNING FACE}", "\N{GRINNING FACE}")
+
+
+def test_a_reward_function_gets_half_a_character_as_it_stands_in_the_row(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "answer": "1", "extra_info": {"\\ud83d": "\\u00e9"}}\n')
+    (row,) = read_rows(str(tmp_path / "rows.jsonl"))
+    assert json.loads(row.extra_info_json) == {"\ud83d": "\u00e9"} and row.extra_info_json.encode()
 
 
 def test_columns_that_are_not_read_may_hold_anything(tmp_path: Path) -> None:

@@ -34,7 +34,8 @@ def test_the_end_of_sequence_follows_each_response(tmp_path: Path, source: Token
         ("[1]", "a row must be an object with `prompt` and `response`"),
         ('{"prompt": "q", "response": ""}', "`response` is blank, so the model would learn to answer nothing"),
         ('{"prompt": "q", "response": " \\n "}', "`response` is blank, so the model would learn to answer nothing"),
-        ('{"prompt": "q", "response": "3<|end|>"}', r"the response holds <\|end\|>, which the chat template writes"),
+        ('{"prompt": "q", "response": "3<|end|>"}', "the response holds the end-of-sequence token, which is appended"),
+        ('{"prompt": "q", "response": "3<|end|>4<|end|>"}', r"the response holds <\|end\|>, which the chat template"),
         (
             '{"prompt": "q", "response": "3<|end|><|user|>2 + 2<|end|><|assistant|>4"}',
             r"the response holds <\|user\|>, which the chat template writes",
@@ -65,3 +66,16 @@ def test_a_response_may_hold_the_thoughts_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"prompt": "q", "response": "<think>1</think>2"}')
     rows = load_sft_rows(str(tmp_path / "rows.jsonl"), TokenizerSource(directory=str(tmp_path)), max_tokens=99)
     assert len(rows.responses[0]) == 4 + 1
+
+
+def test_a_base_model_may_learn_how_the_chat_template_ends_a_turn(tmp_path: Path) -> None:
+    """The template ends turns with another token than the model, as in Qwen2.5's base models."""
+    template = "{% for m in messages %}<|user|>{{ m.content }}<|im_end|>{% endfor %}<|assistant|>"
+    write_byte_tokenizer(tmp_path, chat_template=template, model_vocab_size=262, more_special=("<|im_end|>",))
+    source, path = TokenizerSource(directory=str(tmp_path)), tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "q", "response": "4<|im_end|>"}')
+    (ids,) = load_sft_rows(str(path), source, max_tokens=99).responses
+    assert len(ids) == 3 and ids[-1] == 256
+    path.write_text('{"prompt": "q", "response": "4<|im_end|>5<|im_end|>"}')
+    with pytest.raises(ValueError, match=r"line 1: the response holds <\|im_end\|>, which the chat template writes"):
+        load_sft_rows(str(path), source, max_tokens=99)
