@@ -90,7 +90,7 @@ def test_an_online_run_without_a_key_is_refused_before_anything_starts(
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     begun: list[object] = []
-    monkeypatch.setattr("launcher.commands.run.run", begun.append)
+    monkeypatch.setattr("launcher.commands.run.run", lambda checked, command: begun.append(checked))
     command = ["run", str(write_config("")), "wandb.mode=online"]
     assert main(command) == 2
     assert "`wandb.mode` = online: no key; set WANDB_API_KEY" in capsys.readouterr().err
