@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 
 from benchmarks.harness.record_answers import Answer, goal, largest_median, median
-from benchmarks.harness.record_notes import Note, has_rows, older_goals
 from benchmarks.harness.record_tables import Column, Table, Value
 from benchmarks.harness.record_views.view import MIB, TOKENS, UNRECORDED_WARM, YES_OR_NO, View, percent, spread
 
@@ -48,9 +47,6 @@ DRAFT_TREES = View(
 
 _GENERATED = {"case": ("recorded",)}
 _JUDGED: Mapping[str, Sequence[Value]] = {"what": ("tokens",), "case": ("2k, reuse 87 %",), "visit": (1,)}
-
-_ONE_SEED = has_rows({"what": ("bound", "propose", "modelled")}, lacks=("seed",))
-"""Whether the record is of a form in which no row has a seed."""
 
 DRAFTING = View(
     question="How many tokens per forward does each drafting method reach, and how much time does drafting take?",
@@ -146,54 +142,15 @@ DRAFTING = View(
         "`ours` is the product's drafter. A case names the length of its responses, 2k or 16k tokens, and their "
         "reuse: the share of tokens that is copied from the history.",
         "Generated responses are edited copies of an old response, unless their case names another model.",
-        Note(
-            text="In cases with `phrases`, responses are phrases of an outline instead of edited copies.",
-            about=has_rows({"case": ("2k, phrases, reuse 93 %", "2k, phrases, reuse 76 %")}),
-        ),
-        Note(
-            text="Cells are medians over seeds; goals with an end take the worse end of the 95 % interval over seeds.",
-            about=has_rows(fields=("seed",)),
-        ),
-        Note(
-            text=(
-                "`Arctic, best setting` is the setting with the most tokens per forward on a seed of its own (`choice "
-                "of settings`). Such settings draft very freely. The row `ours, threshold 0` does so, too, and is "
-                "compared with them."
-            ),
-            about=has_rows({"method": ("Arctic, best setting",)}),
-        ),
-        Note(
-            text=(
-                "All generated rows have one seed. Arctic's settings, from a smaller grid than today's, were compared "
-                "on the responses that the rows show. In all rows Arctic drafts up to 16 tokens; vLLM's default is 24."
-            ),
-            about=_ONE_SEED,
-        ),
-        Note(
-            text=(
-                "In rows of modelled speed, `ours` and HistoSpec's paper draft up to 32 tokens, the other methods up "
-                "to 16. No goal compares that speed with the fastest peer; in the table a peer is faster in places."
-            ),
-            about=has_rows({"what": ("modelled",)}, lacks=("max_draft_tokens",)),
-        ),
-        Note(
-            text=(
-                "In rows of modelled speed, all methods draft up to 32 tokens. In other rows drafts have up to 16, "
-                "those of HistoSpec's paper 32 and those of Arctic with vLLM's defaults 24."
-            ),
-            about=has_rows({"what": ("modelled",)}, fields=("max_draft_tokens",)),
-        ),
+        "In cases with `phrases`, responses are phrases of an outline instead of edited copies.",
+        "Cells are medians over seeds; goals with an end take the worse end of the 95 % interval over seeds.",
+        "`Arctic, best setting` is the setting with the most tokens per forward on a seed of its own (`choice of "
+        "settings`). Such settings draft very freely. The row `ours, threshold 0` does so, too, and is compared with "
+        "them.",
+        "In rows of modelled speed, all methods draft up to 32 tokens. In other rows drafts have up to 16, those of "
+        "HistoSpec's paper 32 and those of Arctic with vLLM's defaults 24.",
         "Modelled speed is not measured: a formula gives the time of a forward, see the list above.",
         "An oracle's span of one or two tokens may be right by chance; the second column leaves such spans out.",
-        Note(
-            text="The replayed run is older than the command that makes such a run; the command repeats its settings.",
-            about=has_rows({"case": ("recorded",)}),
-        ),
-        older_goals(
-            "`calibration error, worst` is that of the second epoch in the cases with goals; the table has larger "
-            "ones.",
-            "calibration error, worst",
-        ),
     ),
 )
 

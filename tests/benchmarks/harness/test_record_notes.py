@@ -134,12 +134,7 @@ def shown(name: str, record: Record) -> str:
     return " ".join(view.notes_of(record))
 
 
-def test_phrases_seeds_and_peers_that_overlap_are_explained_only_where_rows_have_them() -> None:
-    phrases = {"what": "tokens", "case": "2k, phrases, reuse 93 %", "seed": 1}
-    assert "phrases of an outline" in shown("drafting", record_of([phrases]))
-    assert "over seeds" in shown("drafting", record_of([phrases]))
-    assert "phrases of an outline" not in shown("drafting", record_of([{"what": "tokens", "case": "2k, reuse 93 %"}]))
-    assert "over seeds" not in shown("drafting", record_of([{"what": "tokens", "case": "2k, reuse 93 %"}]))
+def test_peers_that_overlap_are_explained_only_where_rows_have_them() -> None:
     assert "overlapped peer" in shown("publish", record_of([{"kind": "overlapped peer"}]))
     assert "overlapped peer" not in shown("publish", record_of([{"kind": "peer"}]))
 
