@@ -65,10 +65,10 @@ def write_speed_line(
     value = f"{bytes_per_s / 1e6:.0f} MB/s, {part} of about {checkpoint_bytes / 1e6:.0f} MB takes {save_s:.1f} s"
     if save_s > timeout_s:
         return value, [f"a save may take `trainer.timeout_s` = {timeout_s:.0f} s; name a faster disk or raise it"]
-    share = MAX_BACKGROUND_SHARE if background else MAX_SHARE
-    if interval_s is not None and save_s > share * interval_s:
+    most = MAX_BACKGROUND_SHARE if background else MAX_SHARE
+    if interval_s is not None and save_s > most * interval_s:
         return value, [
-            f"checkpoints are {interval_s:.0f} s apart, a save may take {share:.0%} of that; raise "
+            f"checkpoints are {interval_s:.0f} s apart, a save may take {most:.0%} of that; raise "
             "`checkpoint.every` or name a faster disk"
         ]
     return value, []
