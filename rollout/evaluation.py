@@ -6,9 +6,10 @@ reward may have another scale. avg@k is the mean score over all samples. pass@k 
 one sample that scored above `PASS_SCORE`.
 
 Every row names the weight format of the engine, so an 8-bit figure is never shown as the BF16 figure. `comparable`
-also separates rows by k, number of prompts and settings: pass@4 is never shown beside pass@16, 100 prompts never beside
-200, and answers of 1024 tokens never beside those of 8192. `changes` puts the first and the last of comparable rows
-side by side, and `notes` says where there is no such pair. Scores of another scale than 0 to 1 are no accuracies:
+also separates rows by k, number of prompts, settings of the set and settings of the run: pass@4 is never shown beside
+pass@16, 100 prompts never beside 200, answers of 1024 tokens never beside those of 8192, and scores of one reward
+function never beside those of another. `changes` puts the first and the last of comparable rows side by side, and
+`notes` says where there is no such pair. Scores of another scale than 0 to 1 are no accuracies:
 their mean is shown without per cent and points, and `other_scales` says why.
 """
 
@@ -47,6 +48,8 @@ class EvaluationRow:
     """k"""
     settings: str = ""
     """`settings_digest` of the set. Empty in rows of earlier versions, which are comparable among themselves only."""
+    run_settings: str = ""
+    """`run_settings_digest`. Empty in rows of earlier versions, which are comparable among themselves only."""
     average: float
     """avg@k: mean score over all samples."""
     passed: float
@@ -69,7 +72,7 @@ class EvaluationRow:
 
     @classmethod
     def from_row(cls, row: Mapping[str, object]) -> Self:
-        """The inverse of `as_row`; a row of an earlier version has no `settings` and no `outside`.
+        """The inverse of `as_row`; a row of an earlier version lacks `settings`, `run_settings` or `outside`.
 
         Raises:
             TypeError: the row has other fields.
@@ -100,6 +103,25 @@ def settings_digest(config: EvalSetConfig) -> str:
         content = hashlib.file_digest(file, "blake2b").hexdigest()
     values = config.model_dump(mode="json", exclude={"path", "samples_per_prompt"})
     return hashlib.blake2b(json.dumps([content, values], sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+def run_settings_digest(
+    *,
+    template_arguments: Mapping[str, str | int | float | bool],
+    stop_token_ids: Iterable[int],
+    reward_function: str,
+) -> str:
+    """Digest of what decides the answers and scores of all sets: 16 hexadecimal digits, equal on all machines.
+
+    Limits of reward functions are no part of it: they protect the machine, and few calls meet them.
+
+    Args:
+        template_arguments: of the chat template, by name.
+        stop_token_ids: tokens that end a response, beside those of the model, in any order.
+        reward_function: its dotted path.
+    """
+    values = [dict(template_arguments), sorted(set(stop_token_ids)), reward_function]
+    return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def evaluation_rows(
@@ -189,13 +211,14 @@ class Change:
 
 
 def comparable(rows: Iterable[EvaluationRow]) -> Sequence[Sequence[EvaluationRow]]:
-    """Rows of the same set, data source, format, k, number of prompts and settings, by step.
+    """Rows of the same set, data source, format, k, number of prompts, and settings of set and run, by step.
 
     Whole sets come first, BF16 first within a set, then smaller k, fewer prompts, and settings recorded first.
     """
-    by_key: dict[tuple[str, str, str, int, int, str], list[EvaluationRow]] = {}
+    by_key: dict[tuple[str, str, str, int, int, str, str], list[EvaluationRow]] = {}
     for row in rows:
-        key = (row.set_name, row.data_source, row.format, row.samples_per_prompt, row.num_prompts, row.settings)
+        counts = row.samples_per_prompt, row.num_prompts
+        key = (row.set_name, row.data_source, row.format, *counts, row.settings, row.run_settings)
         by_key.setdefault(key, []).append(row)
     ordered = sorted(by_key, key=lambda key: (key[0], key[1] != WHOLE_SET, key[1], key[2] != "bf16", *key[2:5]))
     return [sorted(by_key[key], key=lambda row: row.step) for key in ordered]
@@ -251,10 +274,14 @@ def _why_not_compared(rows: Sequence[EvaluationRow]) -> str:
         "number of prompts": {row.num_prompts for row in rows},
     }
     reasons = [f"{name} ({_listed(values)})" for name, values in numbers.items() if len(values) > 1]
-    settings = {row.settings for row in rows}
-    if len(settings) > 1:
-        unknown = " (which an earlier version did not record)" if "" in settings else ""
-        reasons.append(f"the set's file, limit or sampling{unknown}")
+    digests = {
+        "the set's file, limit or sampling": {row.settings for row in rows},
+        "the chat template's arguments, stop tokens or reward function": {row.run_settings for row in rows},
+    }
+    for name, found in digests.items():
+        if len(found) > 1:
+            unknown = " (which an earlier version did not record)" if "" in found else ""
+            reasons.append(f"{name}{unknown}")
     return (
         f"{rows[0].set_name}, {_format_label(rows[0])}: the evaluations after {_listed({row.step for row in rows})} "
         f"steps are not compared, because they differ in {', '.join(reasons)}"

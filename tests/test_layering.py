@@ -231,8 +231,8 @@ FLOORS = {
     "launcher/doctor": Floor(
         imports=(
             "rollout rollout/data/tokenizer.py rollout/data megatron_rl/memory.py megatron_rl/controller "
-            "launcher/config launcher/cluster launcher/checks launcher/checks/health launcher/run_dir launcher/endings "
-            "launcher/commands launcher/doctor/reference.py"
+            "launcher/config launcher/cluster launcher/checks launcher/checks/health launcher/run_dir "
+            "launcher/run_dir/atomic_files.py launcher/endings launcher/commands launcher/doctor/reference.py"
         ),
         loads="ray",
     ),

@@ -113,7 +113,7 @@ class Fleet:
             trainer=meter.wrap(self.trainer, {"train": "train calls"}),
             publisher=meter.wrap(self._publisher(), {"publish": "publish"}),
             phases=Phases(clock, policy=policy),
-            evaluator=Evaluator({}, {}, format="int8", seed=0, stop_token_ids=()),
+            evaluator=Evaluator({}, {}, format="int8", seed=0, stop_token_ids=(), run_settings=""),
             recorder=meter.ending_steps(meter.wrap(recorder, {"on_step": "record"})),
             algorithm=AlgorithmConfig(prompts_per_step=load.num_prompts, group_size=load.group_size),
             settings=LoopSettings(

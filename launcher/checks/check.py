@@ -151,6 +151,15 @@ def check_sft(config: SftConfig, nodes: Sequence[NodeResources], found: Sequence
     )
 
 
+def check_model(path: str) -> ModelSpec:
+    """The architecture in a model's directory; raises `ConfigError` with every problem of its files."""
+    problems: list[str] = []
+    spec = _model(path, problems)
+    _raise_any(problems)
+    assert spec is not None, "a model without a specification has problems"
+    return spec
+
+
 def check_eval(config: EvalConfig, found: Sequence[str] = ()) -> None:
     """Raises `ConfigError` for an evaluation that cannot be started; `found` as in `check_run`."""
     problems = [*found, *evaluation_sets(config.sets, "sets"), *_set_files(config.sets, "sets")]

@@ -1,11 +1,10 @@
 """The nodes of a SLURM job before it has them: `cluster.slurm`, and inside an allocation the node of this process."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 
 from launcher.cluster.node import JobGpu, NodeResources, job_nodes
-from launcher.cluster.slurm_step import host_names, in_allocation
+from launcher.cluster.slurm_step import in_allocation
 from launcher.config.slurm import SlurmConfig
 from launcher.estimate.hardware import GPUS
 
@@ -21,18 +20,8 @@ def like_this_node(nodes: Sequence[NodeResources], local: NodeResources) -> tupl
     return tuple(replace(node, available_bytes=available, shared_bytes=shared) for node in nodes)
 
 
-def is_allocated(node: str) -> bool:
-    """Whether `node`, that of this process, belongs to the job; a shell of `salloc` may run on a login node.
-
-    Raises:
-        LaunchError: SLURM's list of the job's nodes is no host list.
-    """
-    listed = os.environ.get("SLURM_JOB_NODELIST", "")
-    return bool(listed) and not {node, node.partition(".")[0]}.isdisjoint(host_names(listed))
-
-
 def job_gpu(slurm: SlurmConfig, local: NodeResources, *, in_allocation: bool) -> JobGpu:
-    """A GPU of the job: `cluster.slurm.gpu`, else a `local` one inside an allocation, else one of 80 GB. Pure.
+    """A GPU of the job: `cluster.slurm.gpu`, else a `local` one on a node of the job, else one of 80 GB. Pure.
 
     GPUs of a login node say nothing about those of the job.
     """

@@ -106,6 +106,9 @@ def _extra(line: str) -> list[str]:
         named = _RENDERED[option]
         fix = f"set `cluster.slurm.{named}`" if named else "copy the template and set `cluster.slurm.template`"
         return [f"{key}: the script sets {option} itself; {fix}"]
+    # sbatch completes the beginning of an option's name; no option has a name that begins one of these
+    if begun := [name for name in (*_RENDERED, *_GPUS) if option.startswith("--") and name.startswith(option)]:
+        return [f"{key}: sbatch may read {option} as {' or '.join(begun)}; write the option's whole name"]
     return []
 
 

@@ -77,7 +77,7 @@ class JobFolder:
 
     @property
     def starts(self) -> Path:
-        """Rows `{"step": N}` of all starts of the run."""
+        """Rows `{"step": N, "job": NAME}` of all starts of the run; NAME is that of the start's folder."""
         return self.path.parent / "starts.jsonl"
 
     @property

@@ -95,8 +95,9 @@ def reduce_over_nodes(
             return lines[-1]
         reason = _with_names(next((line for line in lines if "monitoredBarrier" in line), lines[-1]), nodes)
     raise DeadlineError(
-        f"{node}: the sum over {', '.join(nodes)} has failed within {sum_timeout_s:.0f} s: {reason}; open the network "
-        "between these nodes for all ports, or set `cluster.slurm.interface`"
+        f"{node}: the sum over {', '.join(nodes)} has failed within {sum_timeout_s:.0f} s: {reason}; gloo and NCCL use "
+        f"the first address of {interface} here (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME): open that network between "
+        "these nodes for all ports, or set `cluster.slurm.interface`"
     )
 
 

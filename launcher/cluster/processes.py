@@ -33,6 +33,7 @@ from rollout.config import RewardConfig
 from rollout.data.tokenizer import TokenizerSource
 from rollout.engine.actor import EngineActor
 from rollout.engine.spec import EngineSpec
+from rollout.failures import CallError, DeadlineError
 from rollout.pool.engine_call import EngineCall
 from rollout.pool.engine_group import EngineGroup
 from rollout.processes import NODE, OVERRIDABLE, ProcessEnv, ProcessId, contradictions, on_devices
@@ -124,12 +125,14 @@ class Processes:
 
         Raises:
             RuntimeError: a rank is not on the node of its placement.
+            DeadlineError, CallError: the ranks could not join each other.
         """
         environments = [self._of_rank(spec, rank) for rank in ranks]
         for contradiction in contradictions(environments[0]):
             _log.warning("%s", contradiction)
         strategies = [self._strategy(rank.node) for rank in ranks]
-        trainer = start_trainer(spec, environments=environments, strategies=strategies, num_cpus=self._num_cpus)
+        with _naming_interfaces(len({rank.node for rank in ranks})):
+            trainer = start_trainer(spec, environments=environments, strategies=strategies, num_cpus=self._num_cpus)
         self.trainers.append(trainer)
         if self.reservation is not None:
             self.reservation.check("trainer rank", [rank.node for rank in ranks], trainer.ranks.node_ids)
@@ -258,6 +261,25 @@ class Processes:
         log = {"MEGATRON_RL_LOG": str(self.log_dir / f"{role}.log")} if self.log_dir is not None else {}
         overridden = {name: os.environ[name] for name in OVERRIDABLE if name in variables and name in os.environ}
         return {**variables, **overridden, **log}
+
+
+@contextmanager
+def _naming_interfaces(num_nodes: int) -> Iterator[None]:
+    """Adds the variables of network interfaces to failures to connect processes on several nodes.
+
+    Gloo and NCCL choose an interface on each node by themselves, whatever address Ray has.
+    """
+    try:
+        yield
+    except (DeadlineError, CallError) as error:
+        of_network = isinstance(error, DeadlineError) or any(name in str(error) for name in ("Gloo", "gloo", "NCCL"))
+        if num_nodes == 1 or not of_network:
+            raise
+        raise type(error)(
+            f"{error}. If these nodes have several networks, start Ray on each with GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME (`cluster.slurm.interface` sets them in a job of `megatron-rl slurm`)",
+            error.place,
+        ) from error
 
 
 @contextmanager

@@ -6,6 +6,7 @@ No command of SLURM is called, because containers often have none.
 import itertools
 import os
 import re
+import socket
 from dataclasses import dataclass
 
 from launcher.errors import LaunchError
@@ -74,8 +75,19 @@ def _numbers(ranges: str) -> list[str]:
 
 
 def in_allocation() -> bool:
-    """Whether this process runs inside an allocation of SLURM."""
-    return "SLURM_JOB_ID" in os.environ
+    """Whether this process runs on a node of its allocation of SLURM; errors as for `beside_allocation`."""
+    return "SLURM_JOB_ID" in os.environ and not beside_allocation()
+
+
+def beside_allocation() -> bool:
+    """Whether this process belongs to an allocation of SLURM of other nodes, as a shell of `salloc` on a login node.
+
+    Raises:
+        LaunchError: SLURM's list of the job's nodes is no host list.
+    """
+    listed = os.environ.get("SLURM_JOB_NODELIST", "") if "SLURM_JOB_ID" in os.environ else ""
+    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+    return bool(listed) and {node, node.partition(".")[0]}.isdisjoint(host_names(listed))
 
 
 def has_several_tasks() -> bool:

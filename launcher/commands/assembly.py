@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from history.lengths.book import LengthBook
 from history.store.service import HistoryService
@@ -17,6 +18,7 @@ from launcher.cluster.processes import Processes
 from launcher.commands.build import (
     build_delivery,
     build_publisher,
+    check_restarted_engine,
     device_sharing,
     loop_settings,
     publish_plan,
@@ -24,6 +26,7 @@ from launcher.commands.build import (
     run_places,
     train_phase_policy,
 )
+from launcher.commands.evaluate import evaluation_of, run_settings
 from launcher.commands.prompts import training_order
 from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.commands.specs import sampling_spec
@@ -184,6 +187,7 @@ def _lost_engines(
         nodes=nodes,
         limit=_restart_limit(checked.config.engine.max_restarts, shown.status),
         say=shown.progress.say,
+        check_model=partial(check_restarted_engine, checked),
     )
 
 
@@ -276,6 +280,7 @@ def _with_controller(parts: _Parts, attempt: _Attempt, resume: ResumePoint) -> _
             format=config.engine.formats,
             seed=config.seed,
             stop_token_ids=config.sampling.stop_token_ids,
+            run_settings=run_settings(evaluation_of(config, config.model, config.engine)),
         ),
         recorder=recorder,
         algorithm=config.algorithm,

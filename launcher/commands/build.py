@@ -7,7 +7,7 @@ from launcher.checks.check import CheckedRun
 from launcher.cluster.placement import Placement
 from launcher.commands.startup import Workers
 from launcher.config.schema import RunConfig
-from launcher.errors import judging_user_input
+from launcher.errors import LaunchError, judging_user_input
 from launcher.run_dir.places import Places
 from megatron_rl.batching.selection import has_signal
 from megatron_rl.controller.colocation import DeviceSharing, KeepSampling, PauseEngines
@@ -103,6 +103,23 @@ def publish_plan(checked: CheckedRun, workers: Workers) -> ReshardPlan:
         bucket_bytes=config.publish.bucket_bytes,
         uses_te_layer_names=workers.trainer.uses_te_layer_names(),
     )
+
+
+def check_restarted_engine(checked: CheckedRun, number: int, engine: EngineGroup) -> None:
+    """Compare the model of an engine that has started again with the trainer's; `engine` holds it alone.
+
+    Raises:
+        LaunchError: it has built another model than the trainer.
+    """
+    (built,) = engine.built_models(timeout_s=checked.config.publish.timeout_s).values()
+    try:
+        check_engine_models(checked.spec, {number: built})
+    except ValueError as error:
+        machine = f" on {host}" if (host := engine.host_of(0)) else ""
+        raise LaunchError(
+            f"restarted {error}. All engines had built the trainer's model when the run started, so the folder "
+            f"{checked.config.model}{machine} has changed or is another copy: restore it and resume the run"
+        ) from error
 
 
 def build_delivery(checked: CheckedRun, workers: Workers, plan: ReshardPlan) -> WeightDelivery:

@@ -25,7 +25,7 @@ from megatron_rl.model.spec import read_model_spec
 from rollout.config import EngineConfig, EvalSetConfig
 from rollout.data.tokenizer import TokenizerSource
 from rollout.engine.spec import EngineSpec
-from rollout.evaluation import EvaluationRow
+from rollout.evaluation import EvaluationRow, run_settings_digest
 from rollout.pool.callbacks import Progress
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.engine_watch import EngineWatch
@@ -48,7 +48,7 @@ class Weights:
 
 
 def evaluation_of(config: RunConfig, model: str, engine: EngineConfig) -> EvalConfig:
-    """The configuration of `eval` with a run's evaluation sets; `engine` is in BF16."""
+    """The configuration of `eval` with a run's evaluation sets."""
     return EvalConfig(
         model=model,
         sets=config.evaluation.sets,
@@ -59,6 +59,15 @@ def evaluation_of(config: RunConfig, model: str, engine: EngineConfig) -> EvalCo
         seed=config.seed,
         stop_token_ids=config.sampling.stop_token_ids,
         cluster=config.cluster,
+    )
+
+
+def run_settings(config: EvalConfig) -> str:
+    """Digest of the settings that all sets of an evaluation share (`rollout.evaluation.EvaluationRow`)."""
+    return run_settings_digest(
+        template_arguments=config.chat_template_arguments,
+        stop_token_ids=config.stop_token_ids,
+        reward_function=config.reward.function,
     )
 
 
@@ -174,7 +183,14 @@ def _evaluate(
             [each.samples_per_prompt for each in config.sets.values()], reward_timeout_s=config.reward.timeout_s
         ),
     )
-    evaluator = Evaluator(config.sets, prompts, format="bf16", seed=config.seed, stop_token_ids=config.stop_token_ids)
+    evaluator = Evaluator(
+        config.sets,
+        prompts,
+        format="bf16",
+        seed=config.seed,
+        stop_token_ids=config.stop_token_ids,
+        run_settings=run_settings(config),
+    )
     return evaluator.evaluate(pool, step, progress=progress)
 
 

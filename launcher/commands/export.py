@@ -20,16 +20,21 @@ from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.directory import RunLock
-from launcher.run_dir.exported import mark
+from launcher.run_dir.exported import mark, replace_folder
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.messages import TrainerSpec
 from rollout.weights.format import WeightFormat
 
+_PARTIAL = ".megatron-rl-export"
+"""Begin of the name under which an export is written, beside `output_dir`. Nobody else's folder has such a name."""
+
 
 def export(config: ExportConfig) -> None:
     """Load the checkpoint on this machine, or where `config.overrides` say, and write `config.output_dir`.
+
+    An export that fails removes what it has written; the next one to the same place does so for one that was killed.
 
     Raises:
         ConfigError: there is no such checkpoint, the output directory exists, the partition is impossible, the
@@ -39,8 +44,7 @@ def export(config: ExportConfig) -> None:
     """
     run_dir, target = Path(config.run_dir), Path(config.output_dir)
     checkpoint = _checkpoint(run_dir, config.step)
-    if target.exists():
-        raise ConfigError(f"`output_dir` = {target} exists; an export overwrites nothing: name another directory")
+    _refuse_existing(target)
     run_config = _run_config(run_dir / "config.yaml", config.overrides)
     cluster = run_config.cluster
     nodes = (node_resources(),) if cluster.address == "local" else joined_nodes(cluster)
@@ -48,16 +52,25 @@ def export(config: ExportConfig) -> None:
         raise ConfigError(listing("export", problems))
     ranks = plan_sft(run_config.trainer, nodes)
     placed = Counter([nodes[0].name, *[rank.node for rank in ranks]])
+
+    def write(partial: Path) -> None:
+        """When it ends, so have the processes: nothing is written any more."""
+        with processes(cluster, num_actors=len(ranks), log_dir=None, nodes=nodes, placed=placed) as running:
+            spec = trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4))
+            start_policy(running, spec, ranks, str(checkpoint / "trainer")).export(str(partial))
+        mark(partial, int(checkpoint.name))
+        _refuse_existing(target)  # somebody may have made it in these minutes
+
     with ExitStack() as held:
         if target.resolve().parent == run_dir.resolve():  # a run removes what is unfinished there
             held.callback(RunLock(run_dir / "LOCK").release)
-        running = held.enter_context(
-            processes(cluster, num_actors=len(ranks), log_dir=None, nodes=nodes, placed=placed)
-        )
-        spec = trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4))
-        start_policy(running, spec, ranks, str(checkpoint / "trainer")).export(str(target))
-        mark(target, int(checkpoint.name))
+        replace_folder(target, target.with_name(f"{_PARTIAL}.{target.name}"), write)
     print(f"wrote {target} from step {checkpoint.name}")
+
+
+def _refuse_existing(target: Path) -> None:
+    if target.exists():
+        raise ConfigError(f"`output_dir` = {target} exists; an export overwrites nothing: name another directory")
 
 
 def start_policy(running: Processes, spec: TrainerSpec, ranks: Sequence[TrainerRank], checkpoint: str) -> TrainerGroup:

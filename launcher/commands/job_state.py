@@ -4,6 +4,7 @@ import os
 import socket
 
 from launcher.cluster.job_folder import JobFolder
+from launcher.endings.kinds import Ending
 from launcher.run_dir.atomic_files import read_rows
 from launcher.run_dir.checkpoints import Checkpoints
 
@@ -16,8 +17,17 @@ def saved_step(folder: JobFolder) -> int:
 
 
 def starts(folder: JobFolder) -> list[int]:
-    """Step of each start of the run, this one included."""
-    return [int(str(row["step"])) for row in read_rows(folder.starts)]
+    """Step of each start of the run, this one included; without starts that were refused."""
+    rows = read_rows(folder.starts)
+    return [int(str(row["step"])) for row in rows if not _was_refused(folder, str(row["job"]))]
+
+
+def _was_refused(folder: JobFolder, job: str) -> bool:
+    """Whether the run of a job was refused before it had processes, as where another job has the run directory."""
+    start = JobFolder(path=folder.path.with_name(job), config=folder.config)
+    code = start.path / "code"
+    refused = code.exists() and code.read_text(encoding="utf-8").strip() == str(Ending.USER_INPUT.code)
+    return refused and not start.has_begun()
 
 
 def node_name() -> str:

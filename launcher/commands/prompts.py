@@ -10,6 +10,7 @@ from rollout.config import DataConfig, EvalSetConfig
 from rollout.data.order import OrderState, PromptOrder, PromptSet
 from rollout.data.prompts import LoadedPrompts
 from rollout.evaluation import WHOLE_SET
+from rollout.failures import Place
 from rollout.pool.heartbeat import LOOK_EVERY_S, Heartbeat
 from rollout.types import Prompt, PromptId
 
@@ -108,7 +109,7 @@ def _refuse_source_of_whole_set(evaluation_set: LoadedPrompts) -> None:
 
 def _loaded(text_actor: ray.actor.ActorHandle, loading: Sequence[ray.ObjectRef]) -> tuple[LoadedPrompts, ...]:
     """Wait for files, for any time while the text actor's process answers; else it is restarted, and loads again."""
-    heartbeat = Heartbeat(text_actor)
+    heartbeat = Heartbeat(text_actor, place=Place(role="text actor"))
     heartbeat.ask()
     while ray.wait(loading, num_returns=len(loading), timeout=LOOK_EVERY_S)[1]:
         if silent_s := heartbeat.missed():
@@ -119,6 +120,15 @@ def _loaded(text_actor: ray.actor.ActorHandle, loading: Sequence[ray.ObjectRef])
     return tuple(ray.get(loading))
 
 
+def changed_answers(prompts: TrainingPrompts, order: PromptOrder) -> list[str]:
+    """One line of text per file whose ground truths were edited since the checkpoint from which `order` started."""
+    return [
+        f"changed since the checkpoint: ground truths, data_source or extra_info of training prompts "
+        f"{prompts.files[number].name}; rewards of the steps from here on follow the new ones"
+        for number in order.sets_with_new_answers
+    ]
+
+
 def training_order(prompts: TrainingPrompts, config: DataConfig, *, seed: int, state: OrderState | None) -> PromptOrder:
     """The endless order of the mixture, from its start or from the state of a checkpoint."""
     sets = [
@@ -126,6 +136,7 @@ def training_order(prompts: TrainingPrompts, config: DataConfig, *, seed: int, s
             prompt_ids=tuple(prompt.prompt_id for prompt in file.prompts),
             weight=dataset.weight,
             contents=file.contents(),
+            answers=file.answers(),
         )
         for file, dataset in zip(prompts.files, config.train, strict=True)
     ]

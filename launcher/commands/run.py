@@ -15,7 +15,7 @@ from launcher.cluster.node import describe
 from launcher.cluster.processes import Processes, processes
 from launcher.commands.assembly import Shown, execute
 from launcher.commands.build import run_places
-from launcher.commands.evaluate import Weights, evaluate_directories
+from launcher.commands.evaluate import Weights, evaluate_directories, evaluation_of, run_settings
 from launcher.commands.export import start_policy
 from launcher.commands.guarding import guarded, ladder_of
 from launcher.commands.resume_point import ResumePoint, resume_point
@@ -174,21 +174,26 @@ def _evaluate_ends(
 ) -> None:
     """Evaluate the weights before the first step and those of `policy/`, of step `last`, in BF16 engines.
 
-    A set that has rows of these weights with its k and its present settings is not evaluated again.
+    A set that has rows of these weights with its k and the present settings is not evaluated again.
 
     Raises:
         OSError: the file of a set cannot be read.
         StopRequestedError: the run was asked to stop; rows of evaluations that have ended are written.
     """
     rows = [EvaluationRow.from_row(row) for row in directory.evaluation()]
-    recorded = {(row.step, row.set_name, row.samples_per_prompt, row.settings) for row in rows if row.format == "bf16"}
+    recorded = {
+        (row.step, row.set_name, row.samples_per_prompt, row.settings, row.run_settings)
+        for row in rows
+        if row.format == "bf16"
+    }
+    of_run = run_settings(evaluation_of(config, config.model, config.engine))
     settings = {name: settings_digest(each) for name, each in config.evaluation.sets.items()}
     missing: dict[int, Weights] = {}
     for step, model in {0: config.model, last: str(directory.path / POLICY)}.items():
         sets = {
             name: each
             for name, each in config.evaluation.sets.items()
-            if (step, name, each.samples_per_prompt, settings[name]) not in recorded
+            if (step, name, each.samples_per_prompt, settings[name], of_run) not in recorded
         }
         if sets:
             missing[step] = Weights(directory=model, sets=sets)

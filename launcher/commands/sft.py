@@ -29,6 +29,9 @@ from rollout.data.tokenizer import TokenizerSource
 from rollout.failures import DeadlineError, Place
 from rollout.weights.format import WeightFormat
 
+READ_BYTES_S = 100_000
+"""Bytes of a file that even a busy machine reads and tokenises in a second."""
+
 
 def sft(checked: CheckedSft) -> None:
     """Train on the data of the configuration and write its `output_dir`."""
@@ -96,20 +99,21 @@ def _load_rows(config: SftConfig, running: Processes) -> tuple[ray.ObjectRef, Sf
 
     Raises:
         LaunchError: the rows cannot be used.
-        DeadlineError: they are not there after `trainer.timeout_s`.
+        DeadlineError: they are not there after `trainer.timeout_s`, and a second more for each `READ_BYTES_S`.
     """
     source = TokenizerSource(directory=config.model, template_arguments=config.data.chat_template_arguments)
     ref = running.start_task(load_sft_rows, config.data.path, source, max_tokens=config.data.max_tokens)
     load_kernels()  # meanwhile: the task takes longer
-    deadline_s = config.trainer.timeout_s
+    path = Path(config.data.path)
+    deadline_s = config.trainer.timeout_s + path.stat().st_size / READ_BYTES_S
     try:
         with judging_user_input():
             return ref, ray.get(ref, timeout=deadline_s)
     except ray.exceptions.GetTimeoutError as error:
         place = Place(role="reader of rows", node=running.nodes[0].name)
         raise DeadlineError(
-            f"the controller waited {deadline_s:.0f} s (`trainer.timeout_s`) for the {place} to tokenise "
-            f"{config.data.path}; raise it for a large file",
+            f"the controller waited {deadline_s:.0f} s (`trainer.timeout_s`, and a second for each "
+            f"{READ_BYTES_S} bytes) for the {place} to tokenise {path}; raise it on a slow machine",
             place,
         ) from error
 

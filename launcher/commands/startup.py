@@ -7,7 +7,13 @@ from launcher.checks.check import CheckedRun
 from launcher.cluster.processes import START_TIMEOUT_S, Processes
 from launcher.cluster.text_processes import TextProcesses
 from launcher.commands.history import data_epochs, fill_history, small_budget, start_history
-from launcher.commands.prompts import TrainingPrompts, load_evaluation_prompts, load_training_prompts, training_order
+from launcher.commands.prompts import (
+    TrainingPrompts,
+    changed_answers,
+    load_evaluation_prompts,
+    load_training_prompts,
+    training_order,
+)
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import engine_specs, trainer_spec
 from launcher.errors import judging_user_input
@@ -56,7 +62,7 @@ def read_inputs(
         text = running.start_text_processes(tokenizer, config.reward, checked.placement.scorers)
         training = load_training_prompts(text.text_actor, config.data, groups_per_step=config.algorithm.max_groups)
         # every trainer gets an order of its own; this one refuses a checkpoint of other prompts before engines start
-        training_order(training, config.data, seed=config.seed, state=resume.order)
+        order = training_order(training, config.data, seed=config.seed, state=resume.order)
         evaluation = load_evaluation_prompts(text.text_actor, config.evaluation.sets, config.data.max_prompt_tokens)
         history = start_history(config, running, text.tokenizer, run_id=run_id, say=progress.say)
         if history is not None:
@@ -64,7 +70,7 @@ def read_inputs(
             prompts = {**evaluated, **training.by_id()}
             history.note_epochs(data_epochs(config, training))
             fill_history(history, config.history, prompts, snapshot=resume.history, say=progress.say)
-    for line in (*training.lines(), small_budget(config, len(training.by_id()))):
+    for line in (*training.lines(), *changed_answers(training, order), small_budget(config, len(training.by_id()))):
         if line:
             progress.say(line)
     return Inputs(text=text, training=training, evaluation=evaluation, history=history)

@@ -32,7 +32,7 @@ class SlurmConfig(Config):
     """GPUs of each node. For GPUs of a type, `extra` also has `--gres=gpu:TYPE:COUNT` with the same number; the script
     then leaves `--gpus-per-node` out. With 0, `srun megatron-rl run` takes the number that its first node sees."""
     gpu: Literal["", "a100", "h100", "h200", "b200"] = ""
-    """Kind of these GPUs, for checks before the job has its nodes. Empty: GPUs of 80 GB; inside an allocation those of
+    """Kind of these GPUs, for checks before the job has its nodes. Empty: GPUs of 80 GB; on a node of the job those of
     this node."""
     cpus_per_node: int = Field(default=0, ge=0)
     """CPUs of each node. 0 requests whole nodes with all memory (`--exclusive --mem=0`). With a number of CPUs, the job

@@ -1,12 +1,13 @@
 """Reads a YAML mapping with the line of each key, and writes one that reads back to the same values.
 
-Two differences from PyYAML's defaults prevent silent mistakes: a key given twice is refused, and `1e-4` is a number
-(YAML 1.2) rather than text (YAML 1.1). So the text `1e-4` is written in quotes.
+Three differences from PyYAML's defaults prevent silent mistakes. A key given twice is refused. `1e-4` is a number
+(YAML 1.2) rather than text (YAML 1.1), so the text `1e-4` is written in quotes. A number with a leading zero is
+refused, because YAML 1.1 reads 010 as 8 (octal).
 """
 
 import datetime
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,6 +34,7 @@ _FLOATS = (
 )
 _Loader.add_implicit_resolver(*_FLOATS)
 _Dumper.add_implicit_resolver(*_FLOATS)
+_LEADING_ZERO = re.compile(r"[-+]?0[0-9_]*[0-9]")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +55,15 @@ class Source:
 
 
 def parse_value(text: str) -> Value:
-    """The YAML value of `text`; raises `ConfigError` if it is not YAML."""
+    """The YAML value of `text`; raises `ConfigError` if it is not YAML, or holds a number with a leading zero."""
     try:
+        node = yaml.compose(text, _Loader)
         value: Value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"`{text}` is not a YAML value: {_one_line(error)}") from error
     try:
+        for number in _with_leading_zero(node):
+            raise ConfigError(_octal(number))
         return _unshared(value)
     except RecursionError:
         raise ConfigError(f"`{text}`: an alias (*name) is inside its own anchor (&name); remove it") from None
@@ -71,7 +76,10 @@ def dump(values: Mapping[str, object]) -> str:
 
 
 def read(path: Path) -> Source:
-    """Parses `path`; raises `ConfigError` for a missing file, bad YAML, a duplicate key, or content without keys."""
+    """Parses `path`; raises `ConfigError` for a missing file, bad YAML, a duplicate key, or content without keys.
+
+    A number with a leading zero is refused, too.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -96,6 +104,8 @@ def read(path: Path) -> Source:
     places: dict[str, str] = {}
     try:
         _collect(node, path, "", places)
+        for number in _with_leading_zero(node):
+            raise ConfigError(f"{path}:{number.start_mark.line + 1}: {_octal(number)}")
     except RecursionError:
         raise ConfigError(f"{path}: an alias (*name) is inside its own anchor (&name); remove it") from None
     return Source(values={key: _unshared(value) for key, value in values.items()}, places=places)
@@ -124,6 +134,28 @@ def _collect(node: yaml.Node | None, path: Path, prefix: str, places: dict[str, 
         for index, value in enumerate(node.value):
             places[f"{prefix}{index}"] = f"{path}:{value.start_mark.line + 1}"
             _collect(value, path, f"{prefix}{index}.", places)
+
+
+def _with_leading_zero(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
+    """Numbers below `node` that are written with a leading zero, as 010; not texts in quotes."""
+    if isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            for each in pair:
+                yield from _with_leading_zero(each)
+    elif isinstance(node, yaml.SequenceNode):
+        for each in node.value:
+            yield from _with_leading_zero(each)
+    elif isinstance(node, yaml.ScalarNode) and not node.tag.endswith(":str") and _LEADING_ZERO.fullmatch(node.value):
+        yield node
+
+
+def _octal(number: yaml.ScalarNode) -> str:
+    given = number.value
+    meant = ("-" if given[0] == "-" else "") + (given.lstrip("+-0_") or "0")
+    return (
+        f"{given} begins with a zero, so YAML may read another number (010 is 8); write {meant}, or '{given}' in "
+        "quotes if it is a text"
+    )
 
 
 def _one_line(error: yaml.YAMLError) -> str:

@@ -16,8 +16,8 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from launcher.checks.check import CheckedRun, check_run
-from launcher.checks.expected_nodes import expected_nodes, is_allocated, like_this_node
+from launcher.checks.check import CheckedRun, check_model, check_run
+from launcher.checks.expected_nodes import expected_nodes, like_this_node
 from launcher.checks.further_models import further_specs
 from launcher.checks.health.health_check import HealthCheck, run_checks
 from launcher.checks.health.network import network_line
@@ -35,14 +35,16 @@ from launcher.cluster.node import NodeResources, cpu_model, node_resources
 from launcher.cluster.pairs import Endpoint
 from launcher.cluster.ports import free_ports
 from launcher.cluster.ray_cluster import joined_nodes
-from launcher.cluster.slurm_step import SlurmStep, in_allocation
+from launcher.cluster.slurm_step import SlurmStep, beside_allocation, in_allocation
 from launcher.commands.slurm import recorded_times
 from launcher.config.schema import RunConfig
 from launcher.doctor.log_probabilities import compare_log_probabilities
+from launcher.doctor.step_memory import FreeMemory, least, read_memory, with_memory, write_memory
 from launcher.endings.kinds import Ending
 from megatron_rl.memory import checkpoint_bytes
 from rollout.data.rows import PromptRow, read_rows
 from rollout.data.tokenizer import Tokenizer, TokenizerSource
+from rollout.failures import DeadlineError
 from rollout.stop_ids import end_of_sequence_ids
 
 SAMPLE_ROWS = 8
@@ -58,6 +60,11 @@ def doctor(config: RunConfig, nodes: Sequence[NodeResources] = ()) -> int:
     Raises:
         ConfigError: the configuration cannot be run, although its files can be read.
     """
+    slurm = config.cluster.slurm
+    over_nodes = f"srun --nodes={slurm.nodes} --ntasks-per-node=1 megatron-rl doctor CONFIG"
+    is_beside = config.cluster.address == "local" and beside_allocation()
+    if is_beside:
+        print(f"this machine is no node of the job; to check the job's nodes: {over_nodes}", flush=True)
     num_red = 0
     for check in doctor_lines(config, () if config.cluster.address == "local" else nodes):
         num_red += bool(check.problem)
@@ -68,9 +75,8 @@ def doctor(config: RunConfig, nodes: Sequence[NodeResources] = ()) -> int:
         for check in _log_probabilities(config, nodes):
             num_red += bool(check.problem)
             print(_line(check), flush=True)
-    slurm = config.cluster.slurm
-    if slurm.nodes > 1 and "SLURM_STEP_NODELIST" not in os.environ:
-        print(f"over nodes: srun --nodes={slurm.nodes} --ntasks-per-node=1 megatron-rl doctor CONFIG")
+    if slurm.nodes > 1 and not is_beside and "SLURM_STEP_NODELIST" not in os.environ:
+        print(f"over nodes: {over_nodes}")
     return Ending.USER_INPUT.code if num_red else 0
 
 
@@ -82,8 +88,7 @@ def doctor_lines(config: RunConfig, joined: Sequence[NodeResources] = ()) -> Ite
         joined: nodes of the Ray cluster that `cluster.address` names; it is asked for them if there are none.
 
     Raises:
-        ConfigError: the configuration cannot be run, or no Ray cluster answers at `cluster.address`.
-        DeadlineError: nodes of that cluster did not join or answer in time.
+        ConfigError: the configuration cannot be run.
     """
     run_directory = Check(
         name="run directory", value=config.run_dir, problem="; ".join(folder_problems("run_dir", config.run_dir))
@@ -98,35 +103,56 @@ def doctor_lines(config: RunConfig, joined: Sequence[NodeResources] = ()) -> Ite
     with tempfile.TemporaryDirectory(dir=directory, prefix=".doctor-") as folder:
         facts = node_facts(needs, Path(folder) / "canary")
     step = SlurmStep.of_this_process(facts.node)
-    yield from run_checks([*node_checks(facts, needs), _network(config, directory, step, facts.node)])
-    if not step.is_first:
+    local, folder_of_step = node_resources(), directory / f".doctor-{step.name}"
+    if len(step.nodes) > 1:
+        write_memory(folder_of_step, facts.node, local)
+    yield from run_checks([*node_checks(facts, needs), _network(config, folder_of_step, step, facts.node)])
+    if not step.is_first or facts.unreadable:
         return
-    if facts.unreadable:
-        return
-    local = node_resources()
-    nodes, memory = _nodes(config, joined, local, facts.node)
+    if config.cluster.address != "local" and not joined:
+        try:
+            joined = joined_nodes(config.cluster)
+        except (ValueError, DeadlineError) as error:
+            yield Check(name="Ray cluster", value=config.cluster.address, problem=str(error))
+            yield from _lines_without_nodes(config, directory)
+            return
+    memory_of_step = read_memory(folder_of_step, step.nodes)
+    if memory_of_step:
+        yield Check(name="least memory", value=str(least(memory_of_step)))
+    nodes, memory = _nodes(config, joined, local, memory_of_step)
     checked = check_run(config, nodes)
     yield memory
     yield run_disk(directory, config, checked.spec, further_specs(config, checked.spec))
-    yield from run_checks(_run_checks(checked, directory))
+    yield from run_checks([*_run_checks(config, checked.spec.vocab_size), _write_speed(checked, directory)])
     has_gpus = len(local.gpu_bytes) >= max(len(node.gpu_bytes) for node in nodes)
     if config.engine.format == "int8" and has_gpus:  # a login node does not run the job's kernels
         yield kernels(local, *cpu_model())
 
 
-def _nodes(
-    config: RunConfig, joined: Sequence[NodeResources], local: NodeResources, name: str
-) -> tuple[Sequence[NodeResources], Check]:
-    """Nodes on which the run is placed, and the line of their memory; this node is `local` and has a `name`.
+def _lines_without_nodes(config: RunConfig, directory: Path) -> Iterator[Check]:
+    """Lines that need no node of the run."""
+    spec = check_model(config.model)
+    yield run_disk(directory, config, spec, further_specs(config, spec))
+    yield from run_checks(_run_checks(config, spec.vocab_size))
 
+
+def _nodes(
+    config: RunConfig, joined: Sequence[NodeResources], local: NodeResources, step: Sequence[FreeMemory]
+) -> tuple[Sequence[NodeResources], Check]:
+    """Nodes on which the run is placed, and the line of their memory.
+
+    `joined` are those of a Ray cluster, `local` is this node, `step` the memory of the nodes of the doctor's step.
     `check_run` refuses a run that these nodes cannot hold, so the line has no problem.
     """
     slurm = config.cluster.slurm
     if config.cluster.address != "local":
-        nodes, value = joined or joined_nodes(config.cluster), "fits every node of the Ray cluster"
-    elif slurm.nodes == 1 and len(local.gpu_bytes) >= slurm.gpus_per_node:
+        nodes, value = joined, "fits every node of the Ray cluster"
+    elif slurm.nodes == 1 and len(local.gpu_bytes) >= slurm.gpus_per_node and not beside_allocation():
         nodes, value = (local,), "fits this node"
-    elif is_allocated(name):
+    elif in_allocation() and step:
+        nodes = with_memory(expected_nodes(slurm, local), step)
+        value = f"fits {len(nodes)} node(s) with as much as the {len(step)} of this step"
+    elif in_allocation():
         nodes = like_this_node(expected_nodes(slurm, local), local)
         value = f"fits {len(nodes)} node(s) with as much as this one"
     else:
@@ -147,9 +173,7 @@ def _without_history(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"history": history})
 
 
-def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
-    config = checked.config
-
+def _run_checks(config: RunConfig, vocab_size: int) -> list[HealthCheck]:
     @cache
     def tokenizer() -> Tokenizer:
         arguments = config.data.chat_template_arguments
@@ -157,23 +181,12 @@ def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
 
     def stop_tokens() -> tuple[str, list[str]]:
         ids = sorted({*end_of_sequence_ids(config.model), *config.sampling.stop_token_ids})
-        return stop_token_line(tokenizer(), tokenizer().facts(), ids, checked.spec.vocab_size)
-
-    by_node = Counter(rank.node for rank in checked.placement.trainers)
-    most_ranks = max(by_node.values())
+        return stop_token_line(tokenizer(), tokenizer().facts(), ids, vocab_size)
 
     measures: dict[str, Callable[[], tuple[str, list[str]]]] = {
         "tokenizer": lambda: tokenizer_line(tokenizer(), _sample(config)),
         "stop tokens": stop_tokens,
         "reward": lambda: reward_line(config.reward, _sample(config)),
-        "write speed": lambda: write_speed_line(
-            write_speed(directory, FILES_PER_RANK * most_ranks),
-            checkpoint_bytes(checked.spec, config.trainer, further_specs(config, checked.spec)),
-            share=most_ranks / by_node.total(),
-            interval_s=_interval_s(config),
-            timeout_s=config.trainer.timeout_s,
-            background=config.checkpoint.background,
-        ),
         "wandb": lambda: wandb_line(
             config.wandb,
             environment=os.environ,
@@ -184,9 +197,25 @@ def _run_checks(checked: CheckedRun, directory: Path) -> list[HealthCheck]:
     return [HealthCheck(name=name, measure=measure) for name, measure in measures.items()]
 
 
-def _network(config: RunConfig, directory: Path, step: SlurmStep, node: str) -> HealthCheck:
+def _write_speed(checked: CheckedRun, directory: Path) -> HealthCheck:
+    config = checked.config
+    by_node = Counter(rank.node for rank in checked.placement.trainers)
+    most_ranks = max(by_node.values())
+    return HealthCheck(
+        name="write speed",
+        measure=lambda: write_speed_line(
+            write_speed(directory, FILES_PER_RANK * most_ranks),
+            checkpoint_bytes(checked.spec, config.trainer, further_specs(config, checked.spec)),
+            share=most_ranks / by_node.total(),
+            interval_s=_interval_s(config),
+            timeout_s=config.trainer.timeout_s,
+            background=config.checkpoint.background,
+        ),
+    )
+
+
+def _network(config: RunConfig, folder: Path, step: SlurmStep, node: str) -> HealthCheck:
     def measure() -> tuple[str, list[str]]:
-        folder = directory / f".doctor-{step.name}"
         here = Endpoint(node=node, address=_address(config, node), port=free_ports(step.job_id).probe)
         try:
             return network_line(folder, here, step.nodes)

@@ -4,6 +4,9 @@ An engine of a lost node starts on another node, or is given up (`launcher.recov
 
 A new engine is fenced until the next publish, which sends it all weights. A delta does not distinguish versions of
 different engines, so the channels of all engines are set up again. An engine that is lost meanwhile is started, too.
+
+A new engine reads the model's folder anew, perhaps another node's copy of it. So its model is compared with the
+trainer's, as at the start of the run: a publish does not show another rotary base or epsilon.
 """
 
 import logging
@@ -38,6 +41,8 @@ class LostEngines:
     limit: RestartLimit
     """Of `engine.max_restarts`. Engines of lost nodes do not count."""
     say: Callable[[str], None]
+    check_model: Callable[[int, EngineGroup], None]
+    """Called with a number and the engine that has just started under it. Raises if its model is not the trainer's."""
     _slots: list[EngineSlot] = field(init=False)
     """Where each engine was started last."""
 
@@ -62,6 +67,7 @@ class LostEngines:
 
         Raises:
             EnginesLostError: engines died more often than `limit` allows.
+            LaunchError: a restarted engine has built another model than the trainer.
             ProcessLostError: no engine is left, or the trainer has no place, because their nodes are lost.
             RuntimeError: a restarted engine failed to start.
         """
@@ -86,6 +92,7 @@ class LostEngines:
         }
         for number, (group, starting) in groups.items():
             group.finish_start(starting, timeout_s=self.specs[number].config.start_timeout_s)
+            self.check_model(number, group)
             if sharing is not None:
                 sharing.follow(group)
             self.engines.replace(number, group)
@@ -142,6 +149,7 @@ class EngineRestarter:
 
         Raises:
             EnginesLostError: engines died more often than `engine.max_restarts` allows.
+            LaunchError: a restarted engine has built another model than the trainer.
             RuntimeError: a restarted engine failed to start, no engine is left, or the trainer failed.
         """
         num_lost, lost = 0, self.lost.find(hung=ask_ranks)

@@ -40,12 +40,14 @@ class RecordedRun:
     again."""
     settings: Mapping[str, str]
     """Dotted keys of `config.yaml`, values as JSON."""
+    starts: Ints
+    """[rows] number of the start that recorded each row; equal numbers where earlier versions noted no times."""
 
     def line(self, metric: str, *, label: str, over_hours: bool) -> Line:
         """The recorded values of a metric, over steps (from 1) or hours."""
         rows, values = self.table.column(metric)
         at = self._at(rows, over_hours=over_hours)
-        return Line(label=label, at=at, values=values, shown=_total(metric, values), hint=metric)
+        return Line(label=label, at=at, values=values, shown=_total(metric, values, self.starts[rows]), hint=metric)
 
     def parts(self, metrics: Sequence[str], *, over_hours: bool) -> list[Line]:
         """Parts of a whole over the rows that hold any of them; a part that a row lacks is 0 there.
@@ -66,15 +68,16 @@ class RecordedRun:
         return (self.hours if over_hours else self.table.filled("step") + 1)[rows]
 
 
-def _total(metric: str, values: Floats) -> str | None:
+def _total(metric: str, values: Floats, starts: Ints) -> str | None:
     """What a legend shows of a count that is 0 in a healthy run: all of the run, over all its starts."""
     entry = find(metric)
     if entry is None or entry.healthy != "0":
         return None
     if entry.reduction == "total":
         rises = np.diff(values, prepend=0.0)
-        # a start counts from 0 again, so a fall is a new start; one that has passed the old value at once shows no fall
-        return f"{np.where(rises < 0, values, rises).sum():.0f} in all"
+        # a start counts from 0 again, so a fall is a new start, too: the guard's, and those without a time
+        is_new = (np.diff(starts, prepend=0) > 0) | (rises < 0)
+        return f"{np.where(is_new, values, rises).sum():.0f} in all"
     is_per_step = entry.reduction == "sum" or entry.reduction.startswith("sum over ")
     return f"{values.sum():.0f} in all" if is_per_step else None
 
@@ -109,7 +112,16 @@ def _read(run_dir: Path, name: str) -> RecordedRun:
         hours=seconds.cumsum() / 3600,
         paused_h=float(pauses_s[pauses_s > START_S].sum()) / 3600,
         settings=dict(_flat(yaml.safe_load(text) or {}, "")),
+        starts=_starts(run_dir, table.filled("time_s")),
     )
+
+
+def _starts(run_dir: Path, ended_s: Floats) -> Ints:
+    """Number of the start that recorded each row, from the times at which the rows ended."""
+    environment = run_dir / "environment.json"
+    newest = json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {}
+    begun_s = [each["time_s"] for each in (*newest.get("earlier", ()), newest) if "time_s" in each]
+    return np.maximum.accumulate(np.searchsorted(np.sort(np.array(begun_s, dtype=np.float64)), ended_s))
 
 
 def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:

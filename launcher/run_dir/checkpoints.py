@@ -31,6 +31,8 @@ class Checkpoints:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._removal: threading.Thread | None = None
+        self._before = self._named()
+        """Text of `latest` at the start and after each save, whatever a person writes there meanwhile."""
 
     def begin(self, step: int) -> Path:
         """An empty partial folder for the checkpoint of `step`; what could not be removed before is removed now.
@@ -48,14 +50,18 @@ class Checkpoints:
     def finish(self, step: int, keep_last: int) -> Path:
         """Makes the folder of `begin(step)` the newest checkpoint; a thread removes all but the newest `keep_last`.
 
-        Checkpoints of later steps stay and do not count: their run returned by hand to a step before them.
+        Checkpoints of later steps stay and do not count: their run returned by hand to a step before them. Those that
+        it passes without a save of its own go, because they would take the place of its own.
         """
+        before, self._before = self._before, str(step)
+        passed = [each for each in self.steps() if before.isdecimal() and int(before) < each < step]
         partial, final = self._path / f"{step}.partial", self._path / str(step)
         sync_tree(partial)
         removed = [self._retire(step)] if final.exists() else []
         partial.rename(final)
         sync_folder(self._path)
         replace_text(self._path / "latest", f"{step}\n")
+        removed += [self._retire(each) for each in passed]
         removed += [self._retire(old) for old in [each for each in self.steps() if each <= step][:-keep_last]]
         self._removal = threading.Thread(target=_remove, args=(removed,), name="old checkpoints")
         self._removal.start()

@@ -169,13 +169,13 @@ class RunDirectory:
         replace_text(self.path / "config.yaml", text)
 
     def write_environment(self, environment: Row) -> None:
-        """Saves versions and machine; those of earlier starts of the same run move to `earlier`."""
+        """Saves versions, machine and the present time (`time_s`); those of earlier starts move to `earlier`."""
         target = self.path / "environment.json"
         earlier: list[object] = []
         if target.exists():
             previous = json.loads(target.read_text(encoding="utf-8"))
             earlier = [*previous.pop("earlier", []), previous]
-        replace_text(target, json.dumps({**environment, "earlier": earlier}, indent=2) + "\n")
+        replace_text(target, json.dumps({**environment, "time_s": time.time(), "earlier": earlier}, indent=2) + "\n")
 
     def append_metrics(self, step: int, metrics: Mapping[str, float], *, ended_s: float) -> None:
         """Appends a row to `metrics.jsonl`: the step, the wall clock at which it ended (`time_s`), the metrics."""

@@ -7,7 +7,8 @@ is logged: a kill between the two loses the step in wandb and never logs it twic
 either case.
 
 The evaluation after the last step has no row of its own. It joins the row of that step, because an online wandb drops
-every step up to the last row of earlier starts: a run that gets more steps would lose the first of them.
+every step up to the last row of earlier starts: a run that gets more steps would lose the first of them. Charts of
+evaluations do not go by rows: their axis is `FINISHED_STEPS`, which the row of each evaluation holds.
 
 Only this file imports wandb, inside functions. In offline mode wandb asks no question and opens no connection. If an
 online run cannot reach the server, the run goes on offline, and `wandb sync` uploads it later.
@@ -58,6 +59,11 @@ NOT_LEARNING_KEYS = (
 )
 """Keys below them that do not."""
 
+FINISHED_STEPS = "finished_steps"
+"""Metric with the finished steps of the evaluation in the same row: the axis of its charts."""
+EVALUATIONS = "eval/"
+"""Names of an evaluation's metrics begin with it."""
+
 SAMPLE_COLUMNS = ("step", "prompt", "response", "reward", "ground_truth", "length", "finish_reason", "versions")
 
 
@@ -81,6 +87,8 @@ class _WandbRun(Protocol):
     def summary(self) -> "_Summary": ...
 
     def log(self, data: Mapping[str, object], step: int, commit: bool | None = None) -> None: ...
+
+    def define_metric(self, name: str, step_metric: str | None = None, *, hidden: bool | None = None) -> object: ...
 
     def finish(self) -> None: ...
 
@@ -201,6 +209,8 @@ class Tracker:
             return False
         self._state = replace(self._state, last_step=step)
         self._save()
+        if any(name.startswith(EVALUATIONS) for name in metrics):
+            metrics = {**metrics, FINISHED_STEPS: step}
         if not samples or not self._log_with_table(self._run, step, metrics, samples):
             self._log_alone(self._run, step, metrics)
         self._newest_row = step, frozenset(metrics)
@@ -216,6 +226,7 @@ class Tracker:
             return False
         self._state = replace(self._state, last_evaluation=step)
         self._save()
+        metrics = {**metrics, FINISHED_STEPS: step}
         row = self._newest_row
         if row is not None and row[0] == step - 1 and row[1].isdisjoint(metrics):
             self._log_alone(self._run, step - 1, metrics)
@@ -363,6 +374,8 @@ def _begin(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[st
             x_disable_meta=True,
         ),
     )
+    run.define_metric(FINISHED_STEPS, hidden=True)
+    run.define_metric(f"{EVALUATIONS}*", step_metric=FINISHED_STEPS)
     return run
 
 

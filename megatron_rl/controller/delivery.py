@@ -6,6 +6,16 @@ trainer ranks quantise and send.
 
 `deliver` gets a manifest that every engine has accepted. It calls `meanwhile` when the trainer's part is done, while
 engines still apply, and returns when every engine has applied the weights. Engines do not serve them yet.
+
+Staged buckets are released when all engines have applied them, or when the delivery has failed. After a failure a late
+engine may still copy from memory of a device that the trainer uses again, and load wrong bytes. It never serves them:
+
+* It serves after `prove` and `resume` alone, which a publish with a failed delivery does not reach.
+* It finishes a late update before it begins the next one (`EngineWeights`), which loads all its weights again.
+* If its ranks stay late, it is ended before buckets are staged again (`EngineGroup.end_silent`).
+
+Its end is not awaited before the release, because an engine that starts in another's place needs the memory. In shared
+memory a late engine reads the right bytes: a file is never written again, and lives as long as somebody maps it.
 """
 
 from collections.abc import Callable, Sequence
@@ -81,7 +91,7 @@ class ShmDelivery:
             meanwhile()
             updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         finally:
-            self._trainer.unstage()
+            self._trainer.unstage()  # perhaps under a late engine: see the head of this file
         return DeliveryReport(staged=tuple(staged), updates=tuple(updates.values()))
 
 
@@ -188,5 +198,5 @@ class ColocatedDelivery:
             meanwhile()
             updates = self._engines.wait(applying, timeout_s=self._timeout_s)
         finally:
-            self._trainer.unstage()
+            self._trainer.unstage()  # perhaps under a late engine: see the head of this file
         return DeliveryReport(staged=tuple(staged), updates=tuple(updates.values()))

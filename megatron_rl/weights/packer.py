@@ -33,6 +33,7 @@ from megatron_rl.weights.packed_sums import PackedSums
 from megatron_rl.weights.quantization_error import CodeWatch, sampled_rows
 from megatron_rl.weights.reshard_plan import PlannedPiece, ReshardPlan, Role
 from megatron_rl.weights.shards import Shard
+from megatron_rl.weights.stream_times import StreamTimes
 from rollout import progress
 from rollout.transports.base import Sender
 from rollout.types import WeightVersion
@@ -107,7 +108,9 @@ class WeightPacker:
         self.watch = CodeWatch()
         """Quantisation error of the last `send`."""
         self.pack_s = self.send_s = self.sums_s = 0.0
-        """Seconds that the last `send` took to fill and to hand over buckets, and for sums while it filled them."""
+        """Seconds that the last `send` took to fill and to hand over buckets, and for sums while it filled them. Those
+        of a device include its kernels."""
+        self._times = self._new_times()
         self._sums = PackedSums()
         self._factors: dict[str, torch.Tensor] = {}
         self._scales: dict[str, torch.Tensor] = {}
@@ -195,23 +198,23 @@ class WeightPacker:
         self.watch.begin(weight_version)
         self._sums.begin(with_sums)
         sender.open(weight_version, [bucket for bucket, _ in self._buckets])
-        self.pack_s = self.send_s = self.sums_s = 0.0
+        self._times, started = self._new_times(), time.perf_counter()
         for bucket, pieces in self._buckets:
-            started = time.perf_counter()
             progress.mark(f"fill bucket {bucket.index}")
-            self._fill(sender.buffer(bucket.index), bucket, pieces)
-            filled = time.perf_counter()
+            with self._times.measure("pack"):
+                self._fill(sender.buffer(bucket.index), bucket, pieces)
             progress.mark(f"hand over bucket {bucket.index}", kind="handover")
-            sender.commit(bucket.index)
-            self.pack_s += filled - started
-            self.send_s += time.perf_counter() - filled
-        started = time.perf_counter()
+            sender.commit(bucket.index)  # waits for the bucket's kernels, because it needs the checksum
         progress.mark("hand over the last buckets", kind="handover")
         path = sender.finish()
         self._sums.end()
         progress.mark("all buckets are handed over")
-        self.send_s += time.perf_counter() - started
+        self.pack_s, self.sums_s = self._times.seconds("pack"), self._times.seconds("sums")
+        self.send_s = time.perf_counter() - started - self.pack_s
         return path
+
+    def _new_times(self) -> StreamTimes:
+        return StreamTimes(on_device=any(one.device.type == "cuda" for one in self._parameters.values()))
 
     def _fill(self, buffer: torch.Tensor, bucket: Bucket, planned: tuple[PlannedPiece, ...]) -> None:
         end = 0
@@ -250,13 +253,12 @@ class WeightPacker:
         """Add a box's products with signs; `content` are its codes, or its values in BF16."""
         if shard.of_expert or not self._sums.are_wanted:
             return
-        started = time.perf_counter()
-        if self._plan.quantizes(shard):
-            assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have codes"
-            scales = self._scales_of(shard.hf_name)[self._layout.touched(box.start, box.shape)]
-            content = self._quantizer.values(content, scales, box.start)
-        self._sums.add(shard, box, products_of(content, box, shard.hf_full_shape))
-        self.sums_s += time.perf_counter() - started
+        with self._times.measure("sums"):
+            if self._plan.quantizes(shard):
+                assert self._quantizer is not None and self._layout is not None, "only 8-bit formats have codes"
+                scales = self._scales_of(shard.hf_name)[self._layout.touched(box.start, box.shape)]
+                content = self._quantizer.values(content, scales, box.start)
+            self._sums.add(shard, box, products_of(content, box, shard.hf_full_shape))
 
     def _row_boxes(self, shard: Shard, box: Box) -> Iterator[Box]:
         """A box cut between blocks into boxes of some rows each; see `row_boxes`."""

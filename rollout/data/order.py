@@ -31,6 +31,8 @@ class PromptSet:
     """Relative share of draws; positive."""
     contents: str = ""
     """Hash of the prompts' tokens, by which a checkpoint is refused after its file was edited; empty: not compared."""
+    answers: str = ""
+    """Hash of what reward functions receive with the prompts, by which an edit is noticed; empty: not compared."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +56,21 @@ class OrderState:
     """All positions before the cursor are consumed."""
     consumed_ahead: tuple[int, ...] = ()
     """Consumed positions after the cursor, ascending."""
+    answers: tuple[str, ...] = ()
+    """`PromptSet.answers` by data set; empty in states of earlier versions."""
 
-    def to_json(self) -> dict[str, str | int | list[int]]:
+    def to_json(self) -> dict[str, str | int | list[int] | list[str]]:
         """Plain values for a JSON file."""
-        return {"fingerprint": self.fingerprint, "cursor": self.cursor, "consumed_ahead": list(self.consumed_ahead)}
+        return {
+            "fingerprint": self.fingerprint,
+            "cursor": self.cursor,
+            "consumed_ahead": list(self.consumed_ahead),
+            "answers": list(self.answers),
+        }
 
     @classmethod
     def from_json(cls, values: dict[str, object]) -> "OrderState":
-        """The inverse of `to_json`.
+        """The inverse of `to_json`; a state of an earlier version has no `answers`.
 
         Raises:
             ValueError: `values` is no saved state.
@@ -69,7 +78,13 @@ class OrderState:
         fingerprint, cursor, ahead = (values.get(key) for key in ("fingerprint", "cursor", "consumed_ahead"))
         if not (isinstance(fingerprint, str) and isinstance(cursor, int) and isinstance(ahead, list)):
             raise ValueError(f"prompt order: {values!r} is not a saved state (fingerprint, cursor, consumed_ahead)")
-        return cls(fingerprint=fingerprint, cursor=cursor, consumed_ahead=tuple(int(position) for position in ahead))
+        answers = values.get("answers")
+        return cls(
+            fingerprint=fingerprint,
+            cursor=cursor,
+            consumed_ahead=tuple(int(position) for position in ahead),
+            answers=tuple(map(str, answers)) if isinstance(answers, list) else (),
+        )
 
 
 class PromptOrder:
@@ -92,11 +107,19 @@ class PromptOrder:
                 f"or with another chat template (fingerprint {state.fingerprint}, now "
                 f"{self._fingerprint}); restore them, or start a new run"
             )
+        self._answers = tuple(prompts.answers for prompts in sets)
+        self._earlier_answers = state.answers if state else ()
         self._cursor = state.cursor if state else 0
         self._ahead = set(state.consumed_ahead) if state else set()
         self._in_flight: defaultdict[PromptId, deque[Draw]] = defaultdict(deque)
         self._peeked: deque[Draw] = deque()
         self._draws = self._unconsumed(_sequence(sets, seed=seed, shuffle=shuffle), frozenset(self._ahead))
+
+    @property
+    def sets_with_new_answers(self) -> list[int]:
+        """Numbers of the data sets whose `answers` are not those of the state from which the order started."""
+        known = zip(self._earlier_answers, self._answers, strict=False)  # a state of an earlier version has none
+        return [number for number, (before, now) in enumerate(known) if before and now and before != now]
 
     def take(self, count: int) -> list[Draw]:
         """Issue the next `count` draws."""
@@ -145,7 +168,12 @@ class PromptOrder:
 
     def state(self) -> OrderState:
         """The positions consumed so far, for a checkpoint."""
-        return OrderState(fingerprint=self._fingerprint, cursor=self._cursor, consumed_ahead=tuple(sorted(self._ahead)))
+        return OrderState(
+            fingerprint=self._fingerprint,
+            cursor=self._cursor,
+            consumed_ahead=tuple(sorted(self._ahead)),
+            answers=self._answers,
+        )
 
     def _unconsumed(self, sequence: Iterator[Draw], consumed_ahead: frozenset[int]) -> Iterator[Draw]:
         cursor = self._cursor

@@ -44,6 +44,16 @@ class LoadedPrompts:
             digest.update(prompt.token_ids.astype("<i4").tobytes())
         return digest.hexdigest()
 
+    def answers(self) -> str:
+        """Hash of what a reward function receives with each prompt, in file order; equal on all machines."""
+        digest = hashlib.blake2b(digest_size=8)
+        for prompt in self.prompts:
+            for text in (prompt.ground_truth, prompt.data_source, prompt.extra_info_json):
+                encoded = text.encode()
+                digest.update(len(encoded).to_bytes(8, "little"))
+                digest.update(encoded)
+        return digest.hexdigest()
+
     def num_repeated(self, *, with_extra_info: bool = False) -> int:
         """Number of prompts with the tokens, ground truth and data source of an earlier one.
 

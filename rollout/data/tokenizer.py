@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 
 _MARKER = re.compile(r"(?!</?[^\W_]+>$)[<\[\]{|]\S+[>\]\[}|]")
 """Forms of markers: `<|im_start|>`, `<start_of_turn>`, `[INST]`. Ordinary text may hold tags: `<s>`, `<think>`."""
+_TEXTS_AT_ONCE = 4096
+"""`transformers` keeps ids as Python objects, with masks and offsets, until a call returns: much for a million rows."""
 _QUESTION = "Where does this question stand?"
 """A user's message that no chat template writes by itself."""
 
@@ -119,10 +121,12 @@ class Tokenizer:
 
     def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[TokenIds]:
         """Ids of each text, [P] each; rendered conversations already contain their special tokens."""
-        if not texts:
-            return []
-        encoded = self._hub(list(texts), add_special_tokens=add_special_tokens).input_ids
-        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+        encoded: list[TokenIds] = []
+        for start in range(0, len(texts), _TEXTS_AT_ONCE):
+            some = list(texts[start : start + _TEXTS_AT_ONCE])
+            ids = self._hub(some, add_special_tokens=add_special_tokens).input_ids
+            encoded += [np.asarray(each, dtype=np.int32) for each in ids]
+        return encoded
 
     def decode(self, token_ids: TokenIds) -> str:
         """Text of [T] ids, without special tokens; spaces stay, also where `tokenizer_config.json` has them removed."""

@@ -92,6 +92,9 @@ class EngineWeights:
         self._asleep: set[Literal["weights", "kv_cache"]] = set()
         """Parts whose memory the engine has released."""
         self._updating = asyncio.Lock()
+        """Held during each change, in the order of the calls. So an update that the controller has given up ends before
+        the next one begins, which loads all weights again: the former may have read memory that was released. Ranks
+        keep that order even if the engine itself has given up (`_apply`), because vLLM runs its calls one by one."""
         self.sums: Fingerprint = {}
         """Sums of the weights that the last update loaded; empty if it was announced without."""
 

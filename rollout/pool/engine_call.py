@@ -1,4 +1,7 @@
-"""A call to some engines at once: its answers, and errors that name the engine."""
+"""A call to some engines at once: its answers, and errors that name the engine.
+
+`EngineQuestion` is a call to one engine that nobody waits for alone.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +23,16 @@ class EngineCall(Generic[Answer]):
     kind: type[Answer]
     refs: Mapping[int, ray.ObjectRef]
     """By engine number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineQuestion:
+    """A call to one engine; a pool waits for its answer beside those of all other calls."""
+
+    engine: int
+    incarnation: int
+    """Of the engine (`EngineGroup.incarnations`): a call may fail after its engine was replaced."""
+    method: str
 
 
 def wait_for_all(

@@ -1,9 +1,7 @@
-"""Typed calls to all engines of a run at once, with a deadline, and the record of lost engines.
+"""Typed calls to all engines of a run at once, with a deadline.
 
 A call carries the number of each called engine, so an error names the right engine even if others are lost meanwhile.
-
-An engine is lost when its process, or vLLM's process inside it, has ended. It is not called until a new engine takes
-its number (`replace`).
+`rollout.pool.living_engines` knows which engines can be called.
 """
 
 import logging
@@ -17,10 +15,10 @@ import ray
 from history.drafting.stats import DraftStats
 from rollout.built_model import BuiltModel
 from rollout.engine.state import EngineProof, EngineState, UpdateTimes
-from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief
+from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
 from rollout.pool.engine_call import Answer, EngineCall, answer_of, on_machines, wait_for_all
+from rollout.pool.living_engines import LivingEngines
 from rollout.processes import ProcessId
-from rollout.remote_kill import kill_on_nodes
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.types import GroupId
@@ -31,8 +29,8 @@ from rollout.weights.manifest import Required, WeightManifest
 _log = logging.getLogger(__name__)
 
 
-class EngineGroup:
-    """All engines of a run, called at once; errors name the engine. `mark_lost`, `retire` and `replace` mutate.
+class EngineGroup(LivingEngines):
+    """All engines of a run, called at once; errors name the engine.
 
     Answers are by engine number, ascending; lost engines are not called. Every call raises the errors of `wait`.
     """
@@ -42,128 +40,16 @@ class EngineGroup:
     ) -> None:
         """`actors` are `rollout.engine.actor.EngineActor` handles, each with `num_ranks` ranks.
 
-        `hosts`: names of the machines on which they are to start, for messages; empty where unknown.
-        `first`: number of the first engine in messages; above 0 in a group whose engines replace others (`replace`).
+        `hosts` and `first` as in `LivingEngines`.
         """
-        self._actors = list(actors)
-        self._incarnations = [0] * len(self._actors)
-        self._lost: dict[int, str] = {}
-        self._retired: set[int] = set()
-        self._processes: dict[int, ProcessId | None] = {}
-        self._hosts = list(hosts) or [""] * len(self._actors)
-        self._first = first
+        super().__init__(actors, hosts=hosts, first=first)
         self._plan = SentPlan()
         self.num_ranks = num_ranks
-        self.num_hung = 0
-        """Engines that were ended because they did nothing."""
 
-    def __len__(self) -> int:
-        return len(self._actors)
-
-    @property
-    def actors(self) -> tuple[ray.actor.ActorHandle, ...]:
-        """Handles by engine number, lost engines included."""
-        return tuple(self._actors)
-
-    @property
-    def incarnations(self) -> tuple[int, ...]:
-        """By engine number, how often the engine was replaced."""
-        return tuple(self._incarnations)
-
-    @property
-    def lost(self) -> tuple[int, ...]:
-        """Numbers of lost engines, ascending."""
-        return tuple(sorted(self._lost))
-
-    @property
-    def retired(self) -> tuple[int, ...]:
-        """Numbers of lost engines that will not be replaced, ascending."""
-        return tuple(sorted(self._retired))
-
-    @property
-    def alive(self) -> tuple[int, ...]:
-        """Numbers of engines that are not lost, ascending."""
-        return tuple(number for number in range(len(self._actors)) if number not in self._lost)
-
-    def node_of(self, number: int) -> str:
-        """Ray's id of the node on which an engine, or its lost predecessor, has started; empty before its start."""
-        process = self._processes.get(number)
-        return "" if process is None else process.node_id
-
-    def host_of(self, number: int) -> str:
-        """Name of the machine of an engine, for messages; empty where unknown."""
-        process = self._processes.get(number)
-        return self._hosts[number] if process is None else process.host
-
-    def mark_lost(self, number: int, why: str) -> None:
-        """Record that an engine has died, and why."""
-        self._lost.setdefault(number, why)
-
-    def retire(self, number: int, why: str) -> None:
-        """Give up an engine for good, because its node is lost and no other has room."""
-        self.mark_lost(number, why)
-        self._retired.add(number)
-
-    def loss_reason(self, number: int) -> str:
-        """Why an engine was lost; empty for one that is alive."""
-        return self._lost.get(number, "")
-
-    def replace(self, number: int, group: "EngineGroup") -> None:
-        """The only engine of `group`, which has started, takes the number of a lost one."""
-        (self._actors[number],) = group._actors
-        self._incarnations[number] += 1
-        self._processes[number] = group._processes.get(0)
-        self._hosts[number] = group._hosts[0]
+    def replace(self, number: int, engines: LivingEngines) -> None:
+        """See `LivingEngines.replace`; the new engine holds no plan of publishes."""
+        super().replace(number, engines)
         self._plan.forget(number)
-        self._lost.pop(number, None)
-
-    def end_hung(self, number: int, why: str) -> None:
-        """End an engine that lives but does nothing, with its children; it is lost, and its calls fail."""
-        self.num_hung += 1
-        process = self._processes.get(number)
-        host = self.host_of(number)
-        at = f" ({process})" if process is not None else f" (on {host})" if host else ""
-        reason = f"engine {self._first + number}{at} {why} and was ended"
-        _log.warning(reason)
-        self.mark_lost(number, reason)
-        if process is not None and (folders := kill_on_nodes([process], stacks=True)):
-            _log.warning("the stacks of engine %d are in %s", self._first + number, ", ".join(folders))
-        ray.kill(self._actors[number], no_restart=True)
-
-    def end_silent(self, *, timeout_s: float) -> None:
-        """End every engine of which a rank does not answer in time. Call it while engines do not sample.
-
-        An engine whose ranks cannot be called is lost: vLLM's process may need seconds to end after one of its ranks.
-        """
-        asking = {self._actors[number].ping.remote(): number for number in self.alive}
-        done, silent = wait_for_all(list(asking), timeout_s=timeout_s)
-        for ref in silent:
-            self.end_hung(asking[ref], f"did not answer for {timeout_s:.0f} s")
-        failed: dict[int, str] = {}
-        for ref in done:
-            try:
-                ray.get(ref)
-            except ray.exceptions.RayError as error:
-                failed[asking[ref]] = f"its ranks cannot be called: {brief(error)}"
-        if failed:
-            self.check_alive(timeout_s=timeout_s)  # it may know a better reason
-        for number, why in failed.items():
-            self.mark_lost(number, why)
-
-    def check_alive(self, *, timeout_s: float) -> None:
-        """Ask every engine whether it and its vLLM are alive, and mark dead engines as lost.
-
-        An engine that does not answer in time keeps its state; the next call waits for it and names it if it is late.
-        """
-        asking = {self._actors[number].fault.remote(): number for number in self.alive}
-        done, _ = wait_for_all(list(asking), timeout_s=timeout_s)
-        for ref in done:
-            try:
-                fault: str = ray.get(ref)
-            except ray.exceptions.RayActorError as error:
-                fault = brief(error)
-            if fault:
-                self.mark_lost(asking[ref], fault)
 
     def wait(self, call: EngineCall[Answer], *, timeout_s: float) -> dict[int, Answer]:
         """Answers of a call by engine number, ascending.
@@ -211,8 +97,7 @@ class EngineGroup:
         It returns when the processes of lost engines have ended, too, so that they hold no device memory.
         """
         self._call_living("sleep", timeout_s=timeout_s, asks_ranks=True)
-        lost = [self._processes.get(number) for number in self.lost if number not in self._retired]
-        kill_on_nodes([process for process in lost if process is not None], stacks=False)
+        self.end_lost()
 
     def wake(self, part: Literal["weights", "kv_cache"], *, timeout_s: float) -> None:
         """Engines allocate the memory of one part again; dead engines become lost, and late ones are ended."""

@@ -1,6 +1,7 @@
 """Runs the evaluation sets on the engines of a pool, in their weight format."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from rollout.config import EvalSetConfig
 from rollout.evaluation import EvaluationRow, evaluation_rows, settings_digest
@@ -24,14 +25,18 @@ class Evaluator:
         format: str,
         seed: int,
         stop_token_ids: Sequence[int],
+        run_settings: str,
     ) -> None:
         """`stop_token_ids` end a response beside the model's own, as in training.
+
+        `run_settings` is the `rollout.evaluation.run_settings_digest` of every row.
 
         Raises:
             OSError: the file of a set cannot be read.
         """
         self._stop_token_ids = tuple(stop_token_ids)
         self._sets = dict(sets)
+        self._run_settings = run_settings
         self._settings = {name: settings_digest(config) for name, config in sets.items()}
         self._prompts = dict(prompts)
         self._format = format
@@ -67,7 +72,7 @@ class Evaluator:
             rows += evaluation_rows(
                 name, scored, format=self._format, step=finished_steps, settings=self._settings[name]
             )
-        return rows
+        return [replace(row, run_settings=self._run_settings) for row in rows]
 
     def _groups(self, name: str, finished_steps: int, first_id: int) -> list[PromptGroup]:
         """The groups of a set, numbered from `first_id`; the same seeds at every step."""

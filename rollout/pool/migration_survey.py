@@ -11,6 +11,7 @@ import ray
 
 from rollout.planning.dispatcher import Dispatcher
 from rollout.planning.migration import GroupMigration, InFlight
+from rollout.pool.engine_call import EngineQuestion
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.group_places import GroupPlaces
 from rollout.types import TRAIN
@@ -27,10 +28,8 @@ class MigrationSurvey:
         self._engines = engines
         self._dispatcher = dispatcher
         self._places = places
-        self.calls: tuple[ray.ObjectRef, ...] = ()
-        """The question under way, if any."""
-        self.engine = -1
-        """The engine that was asked last."""
+        self.calls: dict[ray.ObjectRef, EngineQuestion] = {}
+        """The question under way, if any. Only the methods change it."""
 
     def ask(self, closed: Collection[int]) -> None:
         """Ask the engine that could give a group to an idle one; none of the lost engines `closed`."""
@@ -38,30 +37,32 @@ class MigrationSurvey:
         running = Counter(item.engine for item in generating if item.engine not in closed)
         engine = self._migration.donor(running, self._idle_engine())
         if engine is not None:
-            self.calls, self.engine = (self._engines.actors[engine].in_flight.remote(),), engine
+            call = self._engines.actors[engine].in_flight.remote()
+            incarnation = self._engines.incarnations[engine]
+            self.calls[call] = EngineQuestion(engine=engine, incarnation=incarnation, method="in_flight")
 
-    def answered(self) -> None:
+    def answered(self, call: ray.ObjectRef) -> None:
         """The engine has answered: abort the group that moves, if any.
 
         Raises:
             RayError: the call has failed.
         """
-        (call,), self.calls = self.calls, ()
+        engine = self.calls.pop(call).engine
         running: list[InFlight] = ray.get(call)
         trained = {
             item.group.group_id
             for item in self._places.generating.values()
-            if item.engine == self.engine and item.group.purpose == TRAIN
+            if item.engine == engine and item.group.purpose == TRAIN
         }
         movable = [group for group in running if group.group_id in trained]
         chosen = self._migration.answered(movable, self._idle_engine())
         if chosen is not None:
-            self._engines.actors[self.engine].abort.remote(chosen)
+            self._engines.actors[engine].abort.remote(chosen)
 
     def lost(self, engine: int) -> None:
         """An engine is lost; a question to it is void."""
         if self._migration.lost(engine):
-            self.calls = ()
+            self.calls = {}
 
     def _idle_engine(self) -> int | None:
         """An engine that runs no group and for which none waits."""

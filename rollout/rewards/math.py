@@ -8,7 +8,9 @@ response may correct itself.
 The ground truth is LaTeX without a frame, as in MATH and DAPO (`2\pi`, `34`), or a text that frames it (`$2\pi$`,
 `\boxed{34}`), or words with a number (`18 dollars`). Of a solution in GSM8K only what follows the last `####` counts. A
 bare ground truth is framed before it is read: else math-verify would take the first number of `2\pi` for all of it.
-A JSON list of one text is that text. Longer lists of texts, objects, and words with several numbers are refused.
+A JSON list of one text is that text. Longer lists of texts, objects, and words with several numbers are refused. So
+are rows that math-verify does not read as a matrix (`\begin{cases}`, `\begin{aligned}`, a table): it would take their
+last number for all of them.
 
 math-verify takes every `answer` for a mark, also in `the possible answers are 12 and 15` and `he answered 45`. So only
 real marks keep that word. It also takes the asterisks of a bold `**12**` for signs of a product, so they are removed.
@@ -38,6 +40,8 @@ _NUMBER = re.compile(
     r"(?<![A-Za-z\d.,])\d[\d.,]*(?: \d{3}(?!\d))*(?::00)?(?:\s*[-+*/^=×÷{}()eE]+\s*\d[\d.,]*)*", re.ASCII
 )
 """Of words: a number, or numbers that only signs connect."""
+_ROWS = re.compile(r"\\begin\s*\{.*(?:\\\\|&(?!\s*=))", re.DOTALL)
+"""An environment with several rows or columns; one row of `aligned` may stand at its sign."""
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)")
 _MOST_DIGITS = 1e4
 _BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)([^*\n]++)(?<=\S)\*\*")
@@ -133,7 +137,18 @@ def parsed_truth(ground_truth: str) -> list[object]:
         return []
     bare = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", answer)
     order = (bare, _framed(answer)) if has_frame or has_words else (_framed(answer), bare)
-    return next((found for each in order if (found := _parsed(each))), [])
+    readings = (_parsed(each) for each in order)
+    has_rows = _ROWS.search(answer) is not None
+    return next((found for found in readings if found and (not has_rows or _has_matrix(found[0]))), [])
+
+
+def _has_matrix(expression: object) -> bool:
+    """Whether an expression is a matrix or has one, also a mutable one, which `Basic.has` does not find."""
+    import sympy
+
+    if isinstance(expression, sympy.MatrixBase):
+        return True
+    return isinstance(expression, sympy.Basic) and any(map(_has_matrix, expression.args))
 
 
 def _one_answer(text: str) -> str:

@@ -24,15 +24,14 @@ import signal
 import socket
 import subprocess
 from collections.abc import Coroutine
-from contextlib import suppress
 from dataclasses import dataclass, field
 from os import environ
 
 from rollout.config import RewardConfig
-from rollout.failures import PlacedError, ProcessLostError, RewardBrokenError
+from rollout.failures import PlacedError, ProcessLostError, RewardBrokenError, brief
 from rollout.rewards.call import RewardOutcome, RewardRequest, late_outcome
 from rollout.rewards.call_queue import Call, CallQueue
-from rollout.rewards.frames import Begun, Ended, Numbered, Ready, frame, read_answer
+from rollout.rewards.frames import Answer, Begun, Ended, Numbered, Ready, frame, read_answer
 from rollout.rewards.process_tree import cpu_seconds, descendants, is_stopped, kill_tree
 from rollout.rewards.worker import WorkerLimits
 from rollout.rewards.worker_server import Exited, Prepared, clean_environment, start_server
@@ -47,7 +46,7 @@ _MAX_FAILED_STARTS = 5
 _MAX_TRIES = 3
 """Workers that a call may lose before it fails."""
 _RETRY_S = 0.1
-"""Pause after a failed start, times the number of those in succession."""
+"""Pause after a failed start, times the number of those in succession; also if the server has not read its commands."""
 _END_S = 10.0
 """Time for the server to end its workers."""
 SERVER_S = 60.0
@@ -77,7 +76,9 @@ class _Worker:
     was_frozen: bool = False
     """Somebody had stopped it when it was found to be late."""
     is_ending: bool = False
-    """The server was told to end it."""
+    """The server is told to end it."""
+    hides_answers: bool = False
+    """A write to it has failed, or an answer was none, so others of its answers may be unread."""
     owed_s: float = 0.0
     """Time for which the server has owed its start or its end."""
 
@@ -163,32 +164,40 @@ class RewardWorkers:
         """End all workers, and what their calls have started; calls that have not ended are cancelled."""
         if self._control is None or self._server is None:
             return
+        control, server = self._control, self._server
+        self._control = self._server = None  # time limits of calls pass meanwhile
         self._broken = self._broken or ProcessLostError("the reward workers were closed")
         tasks = list(self._tasks)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        self._control.close()
-        self._server.send_signal(signal.SIGCONT)  # it may be frozen
+        control.close()
+        server.send_signal(signal.SIGCONT)  # it may be frozen
         try:
-            await asyncio.to_thread(self._server.wait, _END_S)
+            await asyncio.to_thread(server.wait, _END_S)
         except subprocess.TimeoutExpired:
-            kill_tree(self._server.pid)
+            kill_tree(server.pid)
         for call in self._unsettled():
             call.outcome.cancel()
-        self._control = self._server = None
 
     def _spawn(self, coroutine: Coroutine[object, object, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._task_ended)
+
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """If a task has failed, end all calls: without it nobody may hear of their ends."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log.error("a task beside the reward workers failed", exc_info=error)
+            self._give_up(ProcessLostError(f"a task beside the reward workers failed: {brief(error)}"))
 
     # calls
 
     def _dispatch(self) -> None:
         """Give waiting calls to workers with room, to the emptiest one first."""
         while True:
-            able = [w for w in self._workers.values() if w.pid and w.verdict is None and not w.runs_alone]
+            able = [w for w in self._workers.values() if w.pid and not w.is_ending and not w.runs_alone]
             if self._must_empty_one() and all(w.calls for w in able):
                 able = sorted(able, key=_Worker.empty_by_s)[1:]
             worker = min(able, key=lambda w: len(w.calls), default=None)
@@ -231,15 +240,15 @@ class RewardWorkers:
         self._num_failed_starts = 0 if was_ready else self._num_failed_starts + 1
         verdict = worker.verdict or RewardOutcome(error=f"its process died: {_exit_text(code)}")
         is_outer = worker.was_frozen or (worker.verdict is None and code == -signal.SIGKILL)
-        num_begun = sum(call.has_begun for call in worker.calls.values())
+        suspects = [call for call in worker.calls.values() if call.has_begun or worker.hides_answers]
         for call in worker.calls.values():
-            is_culprit = call.has_begun and num_begun == 1 and not (is_outer and call.num_tries == 1)
+            is_culprit = call.has_begun and len(suspects) == 1 and not (is_outer and call.num_tries == 1)
             if is_culprit or call.num_tries >= _MAX_TRIES:
                 call.settle(verdict)
             else:
                 call.stop_clock()
                 self._num_repeated += 1
-                self._queue.add(call, alone=call.has_begun)
+                self._queue.add(call, alone=call in suspects)
                 frozen = ", and was frozen" if worker.was_frozen else ""
                 _log.warning("a call runs again, because its worker was lost: %s%s", verdict.error, frozen)
         if self._num_failed_starts >= _MAX_FAILED_STARTS:
@@ -264,41 +273,63 @@ class RewardWorkers:
     def _start_worker(self) -> None:
         if self._broken is not None or self._control is None:
             return
+        number = next(self._numbers)
         ours, theirs = socket.socketpair()
-        exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        worker = _Worker(number=next(self._numbers), channel=ours, exited=exited)
-        self._workers[worker.number] = worker
-        # `_listen` notices that the server is gone, and `_watch` that it does not read
-        with theirs, suppress(BrokenPipeError, ConnectionError, BlockingIOError):
-            socket.send_fds(self._control, [f"start {worker.number}".encode()], [theirs.fileno()])
+        with theirs:
+            try:
+                socket.send_fds(self._control, [f"start {number}".encode()], [theirs.fileno()])
+            except BlockingIOError:  # `_watch` notices a server that reads nothing
+                ours.close()
+                asyncio.get_running_loop().call_later(_RETRY_S, self._start_worker)
+                return
+            except ConnectionError:  # `_listen` notices that the server is gone
+                pass
+        worker = _Worker(number=number, channel=ours, exited=asyncio.get_running_loop().create_future())
+        self._workers[number] = worker
         self._spawn(self._follow(worker))
 
     def _command_end(self, worker: _Worker) -> None:
         worker.is_ending = True
-        if self._control is not None:
-            with suppress(BrokenPipeError, ConnectionError, BlockingIOError):  # as above
-                self._control.send(f"end {worker.number}".encode())
+        if self._control is None or worker.number not in self._workers:
+            return
+        try:
+            self._control.send(f"end {worker.number}".encode())
+        except BlockingIOError:  # as above
+            asyncio.get_running_loop().call_later(_RETRY_S, self._command_end, worker)
+        except ConnectionError:  # as above
+            pass
 
     async def _follow(self, worker: _Worker) -> None:
         """Act on a worker's answers until it ends."""
         reader, worker.writer = await asyncio.open_connection(sock=worker.channel)
         try:
-            with suppress(asyncio.IncompleteReadError, ConnectionError):
+            try:
                 while True:
-                    answer = await read_answer(reader)
-                    match answer:
-                        case Ready():
-                            worker.pid, self._num_failed_starts = answer.pid, 0
-                        case Begun():
-                            worker.calls[answer.number].has_begun = True
-                        case Ended():
-                            self._ended(worker, answer)
+                    self._hear(worker, await read_answer(reader))
                     self._dispatch()
+            except asyncio.IncompleteReadError:
+                pass
+            except ConnectionError:
+                worker.hides_answers = True
             self._command_end(worker)  # the function may have closed the channel
             self._lost(worker, await worker.exited)
             self._dispatch()
         finally:
             worker.writer.close()
+
+    def _hear(self, worker: _Worker, answer: Answer) -> None:
+        """Act on an answer; ConnectionError if it is of a call that the worker does not have.
+
+        A function that forks and returns in both processes answers twice.
+        """
+        if isinstance(answer, Ready):
+            worker.pid, self._num_failed_starts = answer.pid, 0
+        elif answer.number not in worker.calls:
+            raise ConnectionError(f"a worker has answered call {answer.number}, which it does not have")
+        elif isinstance(answer, Begun):
+            worker.calls[answer.number].has_begun = True
+        else:
+            self._ended(worker, answer)
 
     def _ended(self, worker: _Worker, answer: Ended) -> None:
         worker.calls.pop(answer.number).settle(answer.outcome)
@@ -351,4 +382,7 @@ def _import_ended(function: str) -> str:
 
 
 def _exit_text(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else f"killed by {signal.Signals(-code).name}"
+    if code >= 0:
+        return f"exit code {code}"
+    names = {member.value: member.name for member in signal.Signals}
+    return f"killed by {names.get(-code, f'signal {-code}')}"

@@ -10,10 +10,12 @@ from rollout.evaluation import (
     EvaluationRow,
     accuracy,
     changes,
+    comparable,
     evaluation_rows,
     not_compared,
     notes,
     other_scales,
+    run_settings_digest,
     settings_digest,
 )
 from rollout.types import Score, ScoreStatus
@@ -82,12 +84,15 @@ def test_one_evaluation_with_scores_of_another_scale_takes_the_points_from_a_cha
     assert notes(rows[:1]) == [], "of a single step"
 
 
-def evaluated(step: int, settings: str, *, num_prompts: int = 8, k: int = 1, source: str = "all") -> EvaluationRow:
+def evaluated(
+    step: int, settings: str, *, num_prompts: int = 8, k: int = 1, source: str = "all", run_settings: str = "r"
+) -> EvaluationRow:
     return EvaluationRow(
         **{"set_name": "held", "data_source": source, "format": "int8", "step": step, "num_prompts": num_prompts},
         **{"average": 0.5, "passed": 0.5, "truncated": 0.0, "mean_length": 5.0},
         samples_per_prompt=k,
         settings=settings,
+        run_settings=run_settings,
     )
 
 
@@ -108,12 +113,34 @@ def test_the_digest_of_settings_changes_with_all_that_decides_the_answers_and_wi
     assert settings_digest(base.model_copy(update={"path": str(moved)})) != digest
 
 
+def test_the_digest_of_a_runs_settings_changes_with_template_stop_tokens_and_reward_function() -> None:
+    base = {"template_arguments": {"a": 1, "b": True}, "stop_token_ids": [7, 9], "reward_function": "mine.score"}
+    changed: list[dict[str, object]] = [
+        {},
+        {"template_arguments": {"a": 1, "b": False}},
+        {"template_arguments": {}},
+        {"stop_token_ids": [7]},
+        {"reward_function": "mine.other"},
+    ]
+    digests = [run_settings_digest(**(base | each)) for each in changed]  # type: ignore[arg-type]
+    assert len(set(digests)) == 5 and {len(digest) for digest in digests} == {16}
+    same = {"template_arguments": {"b": True, "a": 1}, "stop_token_ids": (9, 7, 7)}
+    assert run_settings_digest(**(base | same)) == digests[0]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("key", ["settings", "run_settings"])
+def test_rows_before_and_after_a_change_of_settings_are_two_lines(key: str) -> None:
+    rows = [replace(evaluated(step, "s"), **{key: value}) for step, value in ((0, "a"), (5, "a"), (10, "b"), (15, "b"))]
+    assert [[row.step for row in line] for line in comparable(rows)] == [[0, 5], [10, 15]]
+
+
 def test_a_row_of_an_earlier_version_is_read_and_compared_with_its_like_only() -> None:
-    later = {"settings", "outside"}
+    later = {"settings", "run_settings", "outside"}
     earlier = {key: value for key, value in evaluated(0, "").as_row().items() if key not in later}
     row = EvaluationRow.from_row(earlier)
-    assert row == evaluated(0, "") and EvaluationRow.from_row(row.as_row()) == row
-    (change,) = changes([row, evaluated(3, ""), evaluated(0, "b"), evaluated(6, "a")])
+    assert row == evaluated(0, "", run_settings="") and EvaluationRow.from_row(row.as_row()) == row
+    older = evaluated(3, "", run_settings="")
+    (change,) = changes([row, older, evaluated(0, "b"), evaluated(6, "a"), evaluated(9, "")])
     assert (change.before.step, change.after.step) == (0, 3)
     assert EvaluationRow.from_row({**earlier, "average": -0.8}).other_scale == -0.8
 
@@ -131,6 +158,12 @@ def test_evaluations_of_other_settings_are_not_compared_and_pairs_stand_in_the_o
         (evaluated(9, "b", num_prompts=16), "number of prompts (8, 16), the set's file, limit or sampling"),
         (evaluated(9, "a", k=4), "k (1, 4)"),
         (evaluated(9, ""), "the set's file, limit or sampling (which an earlier version did not record)"),
+        (evaluated(9, "a", run_settings="q"), "the chat template's arguments, stop tokens or reward function"),
+        (
+            evaluated(9, "a", k=4, run_settings=""),
+            "k (1, 4), the chat template's arguments, stop tokens or reward function (which an earlier version did not "
+            "record)",
+        ),
     ],
 )
 def test_a_set_without_two_comparable_evaluations_has_a_sentence_with_the_reason(

@@ -7,13 +7,22 @@ import random
 import sys
 from dataclasses import dataclass, field, replace
 
+import pytest
+
 from rollout.planning.admission import FixedBatches, FlexibleBatches, check_batches
 from rollout.planning.migration import GroupMigration, InFlight
 from rollout.planning.plan import GroupForecast
 from rollout.planning.policies import POLICIES, plan
 from rollout.planning.refill import RefilledBatches, check_refilled
-from rollout.pool import engine_pool as pool_module
-from rollout.pool import heartbeat, migration_survey, scorer_pool
+from rollout.pool import (
+    engine_losses,
+    engine_pool,
+    group_returns,
+    heartbeat,
+    migration_survey,
+    scorer_pool,
+    seat_questions,
+)
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.types import FinishReason, GroupId, Score, ScoreStatus
@@ -29,6 +38,10 @@ class RayError(Exception):
 
 
 class ActorDiedError(RayError):
+    pass
+
+
+class ActorUnavailableError(ActorDiedError):
     pass
 
 
@@ -53,6 +66,7 @@ class FakeRay:
     class exceptions:  # noqa: N801
         RayError = RayError
         RayActorError = ActorDiedError
+        ActorUnavailableError = ActorUnavailableError
         ObjectLostError = ObjectLostError
 
     def wait(self, refs, *, num_returns=1, timeout=None, fetch_local=False):
@@ -66,6 +80,16 @@ class FakeRay:
         if isinstance(ref.value, Exception):
             raise ref.value
         return ref.value
+
+
+RAY_USERS = (engine_pool, engine_losses, group_returns, migration_survey, seat_questions, scorer_pool, heartbeat)
+"""Modules of the pool that call Ray; engines of the stand-in are not watched."""
+
+
+def replace_ray(monkeypatch, world):
+    """Give the pool a stand-in for Ray until the test ends."""
+    for module in RAY_USERS:
+        monkeypatch.setattr(module, "ray", FakeRay(world))
 
 
 class Method:
@@ -305,16 +329,11 @@ class Watched:
         return self.admission.progress(step)
 
 
-def stress(num_events: int, seed: int, monkeypatch=None) -> World:
+def stress(num_events: int, seed: int, monkeypatch: pytest.MonkeyPatch) -> World:
     """Run forty steps at a time for this many events; each run checks that every group was trained on once."""
     generator = random.Random(seed)
     world = World(generator)
-    fake = FakeRay(world)
-    for module in (pool_module, migration_survey, scorer_pool, heartbeat):
-        if monkeypatch is None:
-            module.ray = fake
-        else:
-            monkeypatch.setattr(module, "ray", fake)
+    replace_ray(monkeypatch, world)
     while world.num_events < num_events:
         refilled_run(world, generator) if generator.random() < 0.3 else one_run(world, generator)
     return world
@@ -447,7 +466,8 @@ def refilled_run(world: World, generator: random.Random) -> None:
 
 
 if __name__ == "__main__":
-    done = stress(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0)
+    with pytest.MonkeyPatch.context() as patch:
+        done = stress(int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0, patch)
     print(f"{done.num_events} events: {done.num_aborted} groups aborted, {done.num_deaths} engines lost, ", end="")
     print(f"{done.num_moved} groups moved, {done.num_kept} responses kept over a loss or a move, ", end="")
     print(f"{done.num_lost} calls whose tokens were lost")

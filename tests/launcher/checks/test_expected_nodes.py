@@ -1,12 +1,13 @@
 """GPUs of a job before it has its nodes: those that the configuration names, never those of a login node."""
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from launcher import cli
-from launcher.checks.expected_nodes import expected_nodes, is_allocated, job_gpu
+from launcher.checks.expected_nodes import expected_nodes, job_gpu
 from launcher.cli import main
 from launcher.cluster.node import JobGpu, NodeResources
 from launcher.config.slurm import SlurmConfig
@@ -37,22 +38,14 @@ def test_gpus_of_a_login_node_never_count(monkeypatch: pytest.MonkeyPatch) -> No
     assert (node.cpu_cores, node.gpu_bytes, node.gpu_capability) == (32, (), None)
 
 
-@pytest.mark.parametrize(
-    ("node", "listed", "expected"),
-    [
-        ("gpu07", "gpu[05-08]", True),
-        ("gpu07.cluster.site", "gpu[05-08]", True),
-        ("login1", "gpu[05-08]", False),  # a shell of `salloc`
-        ("gpu07", None, False),
-    ],
-)
-def test_a_node_of_the_job_is_one_of_slurms_list(
-    monkeypatch: pytest.MonkeyPatch, node: str, listed: str | None, expected: bool
-) -> None:
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
-    if listed is not None:
-        monkeypatch.setenv("SLURM_JOB_NODELIST", listed)
-    assert is_allocated(node) == expected
+def test_gpus_of_a_login_node_do_not_count_in_a_shell_of_salloc_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "gpu[05-08]", "SLURMD_NODENAME": "gpu05"}.items():
+        monkeypatch.setenv(name, value)
+    slurm = SlurmConfig(gpus_per_node=1)
+    assert expected_nodes(slurm, T4)[0].gpu_bytes == T4.gpu_bytes
+    monkeypatch.delenv("SLURMD_NODENAME")
+    monkeypatch.setattr(socket, "gethostname", lambda: "login1")
+    assert expected_nodes(slurm, T4)[0].gpu_bytes == (80_998 << 20,)
 
 
 @pytest.mark.parametrize("in_allocation", [False, True])

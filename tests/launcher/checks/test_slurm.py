@@ -50,6 +50,14 @@ def test_defaults_and_a_whole_example_are_accepted() -> None:
             ("--gpus-per-node=h100:8",),
             "`cluster.slurm.extra` = '--gpus-per-node=h100:8': set `cluster.slurm.g",
         ),
+        (
+            "extra",
+            ("--part=long",),
+            "`cluster.slurm.extra` = '--part=long': sbatch may read --part as --partition; write the option's whole",
+        ),
+        ("extra", ("--no-r",), "`cluster.slurm.extra` = '--no-r': sbatch may read --no-r as --no-requeue; write the"),
+        ("extra", ("--ex n1",), "`cluster.slurm.extra` = '--ex n1': sbatch may read --ex as --exclude or --export; w"),
+        ("extra", ("--gpus-per-n=4",), "`cluster.slurm.extra` = '--gpus-per-n=4': sbatch may read --gpus-per-n as --g"),
         ("extra", ("--gres=gpu:8",), "`cluster.slurm.extra` requests 8 GPU(s) of each node by --gres, but `cluster.sl"),
         ("environment", ("KEY=secret",), "`cluster.slurm.environment` = 'KEY=secret' is no variable name; give names"),
         ("modules", ("cuda 12",), "`cluster.slurm.modules` = 'cuda 12' is not one word"),
@@ -67,6 +75,13 @@ def test_defaults_and_a_whole_example_are_accepted() -> None:
 def test_a_bad_value_is_one_problem_that_names_it(key: str, value: object, problem: str) -> None:
     (found,) = slurm_problems(SlurmConfig(**{key: value}))
     assert found.startswith(problem)
+
+
+@pytest.mark.parametrize(
+    "option", ["--nodelist=n1", "--exclusive", "--time-min=10", "--gpu-bind=none", "--mem=0", "-w n1"]
+)
+def test_options_with_a_similar_name_are_accepted(option: str) -> None:
+    assert slurm_problems(SlurmConfig(extra=(option,))) == []
 
 
 @pytest.mark.parametrize("option", ["--gres=gpu:h100:8", "--gres=gpu:8", "--gres nvme:1,gpu:h100:6,gpu:a100:2"])

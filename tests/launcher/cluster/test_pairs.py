@@ -1,5 +1,6 @@
 """Nodes of one machine, as threads: connections of every pair, and a sum in a process of each node."""
 
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -51,6 +52,15 @@ def test_a_node_that_did_not_wait_for_a_late_one_is_not_unreachable(
     late = Endpoint(node="n2", address="127.0.0.1", port=ports.base + 1)
     assert unreachable_nodes(tmp_path, late, ["n1", "n2"], timeout_s=0.1) == unreachable
     assert (tmp_path / "n2.done").read_text().split() == ["n1", "n2"]
+
+
+def test_a_failed_sum_names_the_interface_that_gloo_and_nccl_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hang(line: list[str], *, timeout: float, **_: object) -> None:
+        raise subprocess.TimeoutExpired(line, timeout)
+
+    monkeypatch.setattr(subprocess, "run", hang)
+    with pytest.raises(DeadlineError, match=r"the first address of ib0 here \(GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME"):
+        reduce_over_nodes("n1", ["n1", "n2"], ["10.0.0.1", "1"], "ib0", 20.0)
 
 
 @pytest.mark.slow

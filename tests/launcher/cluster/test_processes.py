@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -18,6 +19,7 @@ from launcher.commands.specs import trainer_spec
 from launcher.config.schema import RunConfig
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.messages import TrainerSpec
+from rollout.failures import CallError, DeadlineError, Place, PlacedError
 from rollout.processes import DETERMINISTIC, HEAP, ProcessEnv
 from rollout.types import EngineSlot
 from rollout.weights.format import WeightFormat
@@ -134,6 +136,30 @@ def test_a_variable_that_the_user_has_exported_stays_and_is_told_if_it_contradic
         assert len(caplog.messages) == bool(said) and all(part in caplog.messages[0] for part in said)
         running.start_trainer(spec_of(), [rank(0)])
     assert len(caplog.messages) == bool(said), "a trainer that is not deterministic has nothing to contradict"
+
+
+HANG = DeadlineError("trainer.join: rank(s) [1] of 2 made no progress for 600 s", Place(role="trainer", ranks=(1,)))
+GLOO = CallError("trainer.join failed on rank 1 of 2: RuntimeError: Gloo connectFullMesh failed", Place(role="trainer"))
+OTHER = CallError("trainer.join failed on rank 1 of 2: OSError: no such file", Place(role="trainer"))
+
+
+@pytest.mark.parametrize(
+    ("error", "nodes", "is_named"),
+    [(HANG, "ab", True), (GLOO, "ab", True), (OTHER, "ab", False), (HANG, "aa", False), (GLOO, "aa", False)],
+)
+def test_ranks_on_several_nodes_that_do_not_meet_name_the_variables_of_interfaces(
+    monkeypatch: pytest.MonkeyPatch, error: PlacedError, nodes: str, is_named: bool
+) -> None:
+    def start(spec: TrainerSpec, **_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(processes, "start_trainer", start)
+    both = tuple(replace(NODE, name=name) for name in sorted(set(nodes)))
+    running = Processes(environment=ENVIRONMENT, log_dir=None, nodes=both)
+    with pytest.raises(type(error)) as raised:
+        running.start_trainer(spec_of(), [replace(rank(0), node=name) for name in nodes])
+    assert str(raised.value).startswith(str(error)) and raised.value.place == error.place
+    assert ("GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME" in str(raised.value)) == is_named
 
 
 def test_kernels_of_trainer_ranks_start_in_the_order_of_their_calls() -> None:

@@ -1,8 +1,10 @@
 """The step of a process, from SLURM's variables alone."""
 
+import socket
+
 import pytest
 
-from launcher.cluster.slurm_step import SlurmStep, host_names
+from launcher.cluster.slurm_step import SlurmStep, beside_allocation, host_names, in_allocation
 from launcher.errors import LaunchError
 
 
@@ -49,3 +51,26 @@ def test_host_lists_are_read_as_slurm_reads_them(listed: str, names: str) -> Non
 def test_what_is_no_host_list_is_refused(listed: str) -> None:
     with pytest.raises(LaunchError, match=r"SLURM_STEP_NODELIST = .* is no host list"):
         host_names(listed)
+
+
+@pytest.mark.parametrize(
+    ("variables", "host", "inside", "beside"),
+    [
+        ({"_JOB_ID": "7", "_JOB_NODELIST": "gpu[05-08]"}, "gpu07", True, False),
+        ({"_JOB_ID": "7", "_JOB_NODELIST": "gpu[05-08]"}, "gpu07.cluster.site", True, False),
+        ({"_JOB_ID": "7", "_JOB_NODELIST": "gpu[05-08]"}, "login1", False, True),  # a shell of `salloc`
+        ({"_JOB_ID": "7", "_JOB_NODELIST": "gpu[05-08]", "D_NODENAME": "gpu07"}, "a-container", True, False),
+        ({"_JOB_ID": "7"}, "gpu07", True, False),
+        ({}, "gpu07", False, False),
+        ({"_JOB_NODELIST": "gpu[05-08]"}, "gpu07", False, False),
+    ],
+)
+def test_a_node_of_the_job_is_one_of_slurms_list(
+    monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], host: str, inside: bool, beside: bool
+) -> None:
+    for name in ("_JOB_ID", "_JOB_NODELIST", "D_NODENAME"):
+        monkeypatch.delenv(f"SLURM{name}", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"SLURM{name}", value)
+    monkeypatch.setattr(socket, "gethostname", lambda: host)
+    assert (in_allocation(), beside_allocation()) == (inside, beside)

@@ -135,6 +135,7 @@ def test_totals_go_on_with_another_trainer_also_if_one_is_lost_before_its_first_
     stand_ins = (
         *("publish_plan", "build_delivery", "_planner", "build_publisher", "EngineRestarter", "PhaseClock"),
         *("EngineRevival", "_pool", "Phases", "train_phase_policy", "Evaluator", "loop_settings", "StopWatch"),
+        *("evaluation_of", "run_settings"),
     )
     for name in stand_ins:
         monkeypatch.setattr(assembly, name, Anything())

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from launcher.commands.build import publish_plan
+from launcher.commands.build import check_restarted_engine, publish_plan
 from launcher.errors import LaunchError
 from megatron_rl.config import ParallelConfig, PublishConfig, TrainerConfig
 from megatron_rl.model.engine_model import as_built
@@ -37,7 +37,9 @@ class Workers:
 
 
 def checked():
-    config = SimpleNamespace(publish=PublishConfig(), trainer=TrainerConfig(parallel=ParallelConfig()))
+    config = SimpleNamespace(
+        model="/models/qwen", publish=PublishConfig(), trainer=TrainerConfig(parallel=ParallelConfig())
+    )
     return SimpleNamespace(config=config, spec=SPEC, format=WeightFormat(name="int8"))
 
 
@@ -52,3 +54,14 @@ def test_an_engine_with_another_rotary_base_is_refused_as_input_before_a_publish
     with pytest.raises(LaunchError, match=r"engine 1 .*rope_theta is 1000000\.0 in vLLM and 10000\.0 in the trainer"):
         publish_plan(checked(), workers)
     assert workers.planned == []
+
+
+@pytest.mark.parametrize("change", [{"rope_theta": 5e5}, {"rms_norm_eps": 1e-5}])
+def test_a_restarted_engine_that_has_read_another_configuration_is_refused_with_its_folder_and_machine(change):
+    (name,) = change
+    built = as_built(SPEC)
+    engine = SimpleNamespace(built_models=lambda *, timeout_s: {0: built}, host_of=lambda number: "gpu-03")
+    check_restarted_engine(checked(), 7, engine)
+    built = replace(built, **change)
+    with pytest.raises(LaunchError, match=rf"engine 7 .*{name} is .* /models/qwen on gpu-03 has changed .* restore it"):
+        check_restarted_engine(checked(), 7, engine)

@@ -1,5 +1,6 @@
 """An export of a run that had another cluster: where its trainer starts, and under which partition."""
 
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,9 @@ class Started:
     parallel: ParallelConfig
     num_ranks: int
     calls: list[tuple[str, str]]
+    has_ended: bool = False
+    fault: BaseException | None = None
+    """Raised after the first file of an export."""
 
     @contextmanager
     def processes(
@@ -49,7 +53,11 @@ class Started:
         placed: Mapping[str, int],
     ) -> Iterator["Started"]:
         self.cluster, self.placed, self.calls = cluster, placed, []
-        yield self
+        self.has_ended = False
+        try:
+            yield self
+        finally:
+            self.has_ended = True
 
     def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> "Started":
         self.parallel, self.num_ranks = spec.config.parallel, len(ranks)
@@ -58,7 +66,13 @@ class Started:
 
     def export(self, path: str) -> None:
         self.calls.append(("export", path))
-        Path(path).mkdir()
+        partial = Path(f"{path}.partial")  # as the trainer's writer does, which removes an earlier one
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        (partial / "model.safetensors").write_text("weights")
+        if self.fault is not None:
+            raise self.fault
+        partial.rename(path)
 
 
 @pytest.fixture
@@ -87,8 +101,52 @@ def test_a_run_of_a_job_is_exported_on_this_machine_by_one_replica(started: Star
     export(run_dir)
     assert (started.cluster.address, started.cluster.min_nodes, started.cluster.max_nodes) == ("local", 1, 0)
     assert started.parallel == ParallelConfig(pipeline=2) and started.num_ranks == 2
-    checkpoint, target = str(run_dir / "checkpoints" / "3" / "trainer"), str(run_dir.parent / "out")
-    assert started.calls == [("load", checkpoint), ("export", target)]
+    checkpoint, partial = run_dir / "checkpoints" / "3" / "trainer", run_dir.parent / ".megatron-rl-export.out"
+    assert started.calls == [("load", str(checkpoint)), ("export", str(partial))]
+    assert (run_dir.parent / "out" / "model.safetensors").read_text() == "weights"
+
+
+def test_an_export_removes_what_a_failed_or_killed_one_left_and_no_other_folder(
+    started: Started, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, remove = run_dir.parent, shutil.rmtree
+    others = {"out.partial", "out.partial.partial"}
+    for name in others:
+        (place / name).mkdir()
+        (place / name / "mine").write_text("somebody else's")
+    before = {path.name for path in place.iterdir()}
+    started.fault = OSError("no space left on device")
+    with pytest.raises(OSError, match="no space"):
+        export(run_dir)
+    assert {path.name for path in place.iterdir()} == before and started.has_ended
+    started.fault = KeyboardInterrupt()
+    monkeypatch.setattr(shutil, "rmtree", lambda path, ignore_errors: None)  # as if it were killed
+    with pytest.raises(KeyboardInterrupt):
+        export(run_dir)
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    assert {path.name for path in place.iterdir()} == before | {".megatron-rl-export.out.partial"}
+    started.fault = None
+    export(run_dir)
+    assert {path.name for path in place.iterdir()} == before | {"out"}
+    assert all((place / name / "mine").read_text() == "somebody else's" for name in others)
+
+
+def test_an_export_overwrites_nothing_also_what_was_made_while_it_was_written(
+    started: Started, run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, write = run_dir.parent / "out", started.export
+
+    def somebody_else_is_faster(path: str) -> None:
+        write(path)
+        target.mkdir()
+        (target / "mine").write_text("somebody else's")
+
+    monkeypatch.setattr(started, "export", somebody_else_is_faster)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match="out exists; an export overwrites nothing"):
+            export(run_dir)
+        assert [path.name for path in target.iterdir()] == ["mine"]
+    assert not list(run_dir.parent.glob(".megatron-rl-export*"))
 
 
 def test_an_export_on_the_cpu_beside_gpus_is_refused(

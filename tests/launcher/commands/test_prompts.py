@@ -1,5 +1,6 @@
 """Training prompts of a run."""
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ from launcher.commands import prompts as commands
 from launcher.commands.prompts import (
     TrainingPrompts,
     _loaded,
+    changed_answers,
     load_evaluation_prompts,
     load_training_prompts,
     training_order,
@@ -122,10 +124,51 @@ def test_a_checkpoint_is_refused_after_a_prompt_of_its_file_was_edited() -> None
     draws = started.take(5)
     started.consume(draw.prompt_id for draw in draws)
     corrected = replace(second, ground_truth="another answer")
-    assert order((first, corrected, third), started.state()).take(1)[0].position == 5
+    assert order((first, corrected, third), started.state()).take(1)[0].position == 5, "answers may be corrected"
     edited = replace(second, token_ids=np.array([2], dtype=np.int32))
     with pytest.raises(ValueError, match=r"other training prompts, .* or with another chat template"):
         order((first, edited, third), started.state())
+
+
+def test_a_resume_names_the_files_whose_answers_were_edited() -> None:
+    """Rewards change with them, and nothing else tells it."""
+    config = DataConfig(train=(DatasetConfig(path="few.jsonl"), DatasetConfig(path="more.jsonl")))
+
+    def resumed(state: dict[str, object] | None, **edit: str) -> tuple[PromptOrder, list[str]]:
+        more = [replace(prompt, prompt_id=PromptId(f"more/{row}")) for row, prompt in enumerate(Loading.prompts)]
+        files = [("few", tuple(Loading.prompts)), ("more", (*more[:-1], replace(more[-1], **edit)))]
+        prompts = TrainingPrompts(
+            files=tuple(
+                LoadedPrompts(name=name, prompts=of_file, num_dropped=0, num_truncated=0) for name, of_file in files
+            )
+        )
+        order = training_order(prompts, config, seed=1, state=None if state is None else OrderState.from_json(state))
+        return order, changed_answers(prompts, order)
+
+    order, said = resumed(None)
+    state = json.loads(json.dumps(order.state().to_json()))
+    assert said == resumed(state)[1] == []
+    for edit in ({"ground_truth": "5"}, {"data_source": "other"}, {"extra_info_json": '{"tests": 3}'}):
+        order, (line,) = resumed(state, **edit)
+        assert line == (
+            "changed since the checkpoint: ground truths, data_source or extra_info of training prompts more; "
+            "rewards of the steps from here on follow the new ones"
+        )
+        assert resumed(order.state().to_json(), **edit)[1] == [], "it is said once"
+        del (earlier := dict(state))["answers"]
+        assert resumed(earlier, **edit)[1] == [], "a checkpoint of an earlier version does not know them"
+
+
+def test_the_hash_of_answers_tells_where_one_text_ends() -> None:
+    def answers(*truths: tuple[str, str]) -> str:
+        told = [
+            replace(Loading.prompts[0], ground_truth=truth, data_source=source, extra_info_json="null")
+            for truth, source in truths
+        ]
+        return LoadedPrompts(name="few", prompts=tuple(told), num_dropped=0, num_truncated=0).answers()
+
+    assert answers(("é", "b")) == answers(("é", "b"))
+    assert len({answers(("ab", "c")), answers(("a", "bc")), answers(("c", "ab")), answers(("ab", "c"), ("", ""))}) == 4
 
 
 def test_the_hash_of_prompts_tells_where_one_prompt_ends() -> None:

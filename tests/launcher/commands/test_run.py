@@ -377,6 +377,7 @@ def requests(machine: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
                 **{"set_name": name, "data_source": "all", "format": "bf16", "step": step, "num_prompts": 2},
                 samples_per_prompt=each.samples_per_prompt,
                 settings=settings_digest(each),
+                run_settings=evaluation.run_settings(config),
                 **figures,
             )
             for name, each in config.sets.items()
@@ -417,6 +418,17 @@ def test_a_stop_request_ends_the_last_evaluations_and_the_next_start_evaluates_t
     assert start(sets=True) == [f"evaluate step {step}" for step in repeated]
     assert [row["step"] for row in read_rows(records)] == [0, LAST]
     assert start(sets=True) == []
+
+
+def test_both_ends_are_evaluated_again_where_a_setting_of_all_sets_has_changed(
+    start: Start, requests: list[tuple[int, str]]
+) -> None:
+    assert requests == []
+    start(sets=True)
+    assert start(sets=True) == []
+    changed = ("sampling.stop_token_ids=[7]",)
+    assert start(*changed, sets=True) == ["evaluate step 0", f"evaluate step {LAST}"]
+    assert start(*changed, sets=True) == []
 
 
 def test_a_stop_request_after_the_last_evaluation_stops_nothing(

@@ -61,7 +61,13 @@ def test_a_warm_start_without_any_update_is_refused() -> None:
         lines_of([True, True, True])
 
 
-def test_the_rows_are_read_by_a_task_of_the_command_within_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("num_bytes", "limit_s"), [(1, 7), (3_000_000, 37)])
+def test_the_rows_are_read_by_a_task_of_the_command_within_the_deadline(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, num_bytes: int, limit_s: int
+) -> None:
+    """A file of many rows has more time."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_bytes(b" " * num_bytes)
     asked: list[object] = []
 
     def start_task(*arguments: object, **options: object) -> str:
@@ -76,11 +82,12 @@ def test_the_rows_are_read_by_a_task_of_the_command_within_the_deadline(monkeypa
     monkeypatch.setattr(sft, "load_kernels", lambda: None)
     running = cast(Processes, SimpleNamespace(start_task=start_task, nodes=[SimpleNamespace(name="gpu-00")]))
     expected = (
-        r"waited 7 s \(`trainer.timeout_s`\) for the reader of rows, node gpu-00 to tokenise rows.jsonl; raise it"
+        rf"waited {limit_s} s \(`trainer.timeout_s`, and a second for each 100000 bytes\) for the reader of rows, node "
+        r"gpu-00 to tokenise rows.jsonl; raise it"
     )
     with pytest.raises(DeadlineError, match=expected):
         sft._load_rows(config_of(trainer={"timeout_s": 7}), running)
-    assert asked == [(load_sft_rows, "rows.jsonl", {"max_tokens": 1024}), 7]
+    assert asked == [(load_sft_rows, "rows.jsonl", {"max_tokens": 1024}), pytest.approx(limit_s, abs=0.001)]
 
 
 class Exporting:

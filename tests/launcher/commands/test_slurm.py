@@ -17,11 +17,12 @@ from launcher.cluster import slurm_script
 from launcher.cluster.job_folder import VARIABLE, Head, JobFolder
 from launcher.cluster.slurm_script import RecordedTimes
 from launcher.commands import job_checks, slurm, slurm_job
+from launcher.commands.job_state import starts
 from launcher.commands.slurm import recorded_times
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
-from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.atomic_files import append_line, read_rows
 from launcher.run_dir.directory import RunDirectory, RunLock
 from launcher.run_dir.resume import FIRST_MODEL, check_first_model
 from launcher.run_dir.status import StatusFile
@@ -165,6 +166,20 @@ def test_a_job_waits_for_the_lock_of_an_earlier_start(job: JobFolder, capsys: py
         assert not job.starts.exists()
         lock.release()
         assert chosen.result(DEADLINE_S) == 0
+
+
+@pytest.mark.parametrize(("files", "counts"), [({"code": "2\n"}, False), ({"code": "2\n", "begun": ""}, True)])
+def test_a_job_that_another_one_has_outrun_takes_none_of_its_requeues(
+    job: JobFolder, files: dict[str, str], counts: bool
+) -> None:
+    """Both found the run directory free, and each has a row. The slower one ended before it had processes."""
+    for name in ("7.0", "8.0", "7.1"):
+        append_line(job.starts, {"step": 0, "time_s": 1.0, "job": name})
+    for name, text in files.items():
+        (job.path.parent / "8.0").mkdir(exist_ok=True)
+        (job.path.parent / "8.0" / name).write_text(text)
+    assert starts(job) == [0] * (3 if counts else 2)
+    assert slurm_job.main(["choose", str(job.config)]) == (9 if counts else 0)
 
 
 def test_the_batch_script_removes_no_stop_request() -> None:

@@ -33,8 +33,8 @@ def prompts(*tokens: int) -> TrainingPrompts:
     return TrainingPrompts(files=(LoadedPrompts(name="train", prompts=loaded, num_dropped=0, num_truncated=0),))
 
 
-def test_a_resume_with_an_edited_prompt_is_refused_before_anything_else_starts(
-    write_config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+def test_a_resume_with_an_edited_prompt_is_refused_before_anything_else_starts_and_edited_answers_are_named(
+    write_config: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = load(RunConfig, write_config(""), ["history.drafts=false"])
     checked = SimpleNamespace(config=config, placement=SimpleNamespace(scorers=()))
@@ -54,7 +54,12 @@ def test_a_resume_with_an_edited_prompt_is_refused_before_anything_else_starts(
         read(prompts(1, 2, 4))
     assert started == []
     assert len(read(prompts(1, 2, 3)).training.by_id()) == 3
-    assert started == ["history"]
+    assert started == ["history"] and "changed since" not in capsys.readouterr().out
+    (file,) = prompts(1, 2, 3).files
+    corrected = (*file.prompts[:-1], replace(file.prompts[-1], ground_truth="7"))
+    read(TrainingPrompts(files=(replace(file, prompts=corrected),)))
+    said = "changed since the checkpoint: ground truths, data_source or extra_info of training prompts train; rewards"
+    assert said in capsys.readouterr().out
 
 
 def test_the_history_knows_the_epochs_before_it_is_filled(

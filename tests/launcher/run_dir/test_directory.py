@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,25 @@ def test_checkpoints_of_an_abandoned_trajectory_do_not_count_as_kept_ones(tmp_pa
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["3", "4", "6", "8", "latest"]
 
 
+def test_checkpoints_of_an_abandoned_trajectory_push_out_none_of_the_one_that_goes_on(tmp_path: Path) -> None:
+    """A stop request saves at any step, so the numbers of two trajectories differ."""
+    folder = tmp_path / "checkpoints"
+
+    def save(run: RunDirectory, *steps: int) -> list[str]:
+        for step in steps:
+            (run.begin_checkpoint(step) / "state.json").write_text(str(step))
+            run.finish_checkpoint(step, keep_last=2)
+        run.close()
+        return sorted(path.name for path in folder.iterdir())
+
+    assert save(RunDirectory(tmp_path), 2, 6, 8) == ["6", "8", "latest"]
+    (folder / "latest").write_text("6\n")
+    assert save(RunDirectory(tmp_path), 7, 9) == ["7", "9", "latest"]
+    run = RunDirectory(tmp_path)
+    (folder / "latest").write_text("7\n")  # while the run goes on from 9
+    assert save(run, 12) == ["12", "9", "latest"]
+
+
 def test_a_newest_checkpoint_that_is_gone_is_refused_with_those_that_are_left(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with RunDirectory(tmp_path) as run:
@@ -376,13 +396,16 @@ def test_what_cannot_be_removed_does_not_hide_how_the_run_ended(
     assert not kept.exists()
 
 
-def test_the_environment_of_an_earlier_start_is_kept(tmp_path: Path) -> None:
+def test_the_environment_of_an_earlier_start_is_kept_with_its_time(tmp_path: Path) -> None:
+    begun_s = time.time()
     with RunDirectory(tmp_path) as run:
         for commit in ("a", "b", "c"):
             run.write_environment({"commit": commit})
     saved = json.loads((tmp_path / "environment.json").read_text())
     assert saved["commit"] == "c"
     assert [one["commit"] for one in saved["earlier"]] == ["a", "b"]
+    times = [one["time_s"] for one in (*saved["earlier"], saved)]
+    assert begun_s <= times[0] <= times[1] <= times[2] <= time.time()
 
 
 def test_a_file_is_refused_as_run_directory(tmp_path: Path) -> None:

@@ -43,16 +43,22 @@ def log_records(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
-def logged_steps(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[str, int]]:
-    """(run id, step) of every history record in every wandb file of these folders, in order of writing."""
-    found = []
+def records(run_dir: Path, folders: str = "offline-run-*") -> Iterator[tuple[str, wandb_internal_pb2.Record]]:
+    """(run id, record) of every record in every wandb file of these folders, in order of writing."""
     for path in sorted((run_dir / "wandb").glob(f"{folders}/*.wandb"), key=lambda path: path.stat().st_mtime_ns):
         for text in log_records(path):
             record = wandb_internal_pb2.Record()
             record.ParseFromString(text)
-            if record.WhichOneof("record_type") == "history":
-                found.append((path.stem.removeprefix("run-"), record.history.step.num))
-    return found
+            yield path.stem.removeprefix("run-"), record
+
+
+def logged_steps(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[str, int]]:
+    """(run id, step) of every history record."""
+    return [
+        (run_id, record.history.step.num)
+        for run_id, record in records(run_dir, folders)
+        if record.WhichOneof("record_type") == "history"
+    ]
 
 
 def test_an_offline_run_resumed_keeps_its_id_and_logs_no_step_twice(tmp_path: Path) -> None:
@@ -73,6 +79,27 @@ def test_an_offline_run_resumed_keeps_its_id_and_logs_no_step_twice(tmp_path: Pa
     tables = list((tmp_path / "wandb").glob("offline-run-*/files/media/table/samples*.json"))
     assert len(tables) == 3
     assert json.loads(tables[0].read_text())["columns"][:4] == ["step", "prompt", "response", "reward"]
+
+
+def test_charts_of_evaluations_go_by_finished_steps_and_those_of_steps_do_not(tmp_path: Path) -> None:
+    """The last evaluation stands in the row of the step before it."""
+    tracker = Tracker.start(WandbConfig(), tmp_path, {"seed": 0}, first_step=0)
+    assert tracker.log_step(0, {"reward/mean": 0.5, "eval/held/bf16/avg@1": 0.1})
+    assert tracker.log_step(1, {"reward/mean": 0.6})
+    assert tracker.log_evaluation(2, {"eval/held/bf16/avg@1": 0.2})
+    tracker.finish()
+
+    def rows() -> list[dict[str, float]]:
+        found = [each.history.item for _, each in records(tmp_path) if each.WhichOneof("record_type") == "history"]
+        return [{item.nested_key[0]: json.loads(item.value_json) for item in row} for row in found]
+
+    deadline = time.monotonic() + 20  # wandb's own process may still be writing
+    while len(rows()) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    names = ("_step", "reward/mean", "eval/held/bf16/avg@1", "finished_steps")
+    assert [tuple(row.get(name) for name in names) for row in rows()] == [(0, 0.5, 0.1, 0), (1, 0.6, 0.2, 2)]
+    defined = [each.metric for _, each in records(tmp_path) if each.WhichOneof("record_type") == "metric"]
+    assert {each.glob_name: each.step_metric for each in defined if each.step_metric} == {"eval/*": "finished_steps"}
 
 
 def test_a_run_whose_server_cannot_be_reached_goes_on_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +296,7 @@ def test_an_evaluation_that_cannot_join_the_last_row_goes_to_the_summary(
     tracker, said = tracked(tmp_path / "each", monkeypatch, run)
     assert tracker.log_step(1, {"eval/a": 0.25}) and tracker.log_evaluation(2, {"eval/a": 0.5})
     assert run.steps == [(1, False)], "the row keeps the evaluation after one step"
-    assert run.committed == [1] and run.summary == {"eval/a": 0.5}
+    assert run.committed == [1] and run.summary == {"eval/a": 0.5, "finished_steps": 2}
     assert len(said) == 1 and "after 2 steps in the summary" in said[0]
     run = FakeRun()
     tracker, _ = tracked(tmp_path / "killed", monkeypatch, run)
@@ -277,7 +304,8 @@ def test_an_evaluation_that_cannot_join_the_last_row_goes_to_the_summary(
     tracker, said = tracked(tmp_path / "killed", monkeypatch, run, first_step=2)
     assert tracker.log_evaluation(2, {"eval/a": 0.5}) and not tracker.log_evaluation(2, {"eval/a": 0.5})
     assert run.steps == [(1, False)] and run.committed == [], "this start has no row to close"
-    assert run.summary == {"eval/a": 0.5} and "row of the last step is of an earlier start" in said[0]
+    assert run.summary == {"eval/a": 0.5, "finished_steps": 2}
+    assert "row of the last step is of an earlier start" in said[0]
 
 
 def test_steps_that_wandb_drops_are_named_and_not_reported_as_logged(
@@ -317,11 +345,12 @@ def test_an_online_run_that_gets_more_steps_misses_none(tmp_path: Path) -> None:
         settings = {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": KEY, "PYTHONPATH": str(ROOT)}
         command = [sys.executable, "-c", GETS_MORE_STEPS, str(tmp_path)]
         subprocess.run(command, env=os.environ | settings, check=True, timeout=DEADLINE_S)
-    assert [(row["_step"], row.get("reward/mean"), row.get("eval/a")) for row in server.rows] == [
-        (0, 0.0, None),
-        (1, 0.1, 0.02),
-        (2, 0.2, None),
-        (3, 0.3, 0.04),
+    names = ("_step", "reward/mean", "eval/a", "finished_steps")
+    assert [tuple(row.get(name) for name in names) for row in server.rows] == [
+        (0, 0.0, None, None),
+        (1, 0.1, 0.02, 2),
+        (2, 0.2, None, None),
+        (3, 0.3, 0.04, 4),
     ]
 
 

@@ -10,7 +10,7 @@ from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.failures import CallError
-from rollout.pool import engine_call, engine_group
+from rollout.pool import engine_call, engine_group, living_engines
 from rollout.pool.engine_group import EngineGroup
 from rollout.processes import ProcessId
 from tests.rollout.pool.test_engine_group import DEATHS, Engine, Ray
@@ -180,9 +180,9 @@ class Devices:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (engine_call, engine_group):
+        for module in (engine_call, engine_group, living_engines):
             monkeypatch.setattr(module, "ray", Ray)
-        monkeypatch.setattr(engine_group, "kill_on_nodes", self._kill)
+        monkeypatch.setattr(living_engines, "kill_on_nodes", self._kill)
         self.log: list[str] = []
         self.held = {number: {"weights", "kv_cache"} for number in range(5)}
         self.answers: dict[str, object] = {}

@@ -20,13 +20,11 @@ from rollout.config import PlannerConfig
 from rollout.data.order import PromptOrder, PromptSet
 from rollout.planning.planner import Planner
 from rollout.planning.refill import RefillRule
-from rollout.pool import engine_pool as pool_module
-from rollout.pool import heartbeat, scorer_pool
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.types import Score, ScoreStatus
 from tests.megatron_rl.controller.test_controller import Log, StandIn, controller
-from tests.support.pool_stress import SIZE, SLOTS, TEMPLATE, Engine, FakeRay, Ref, World
+from tests.support.pool_stress import SIZE, SLOTS, TEMPLATE, Engine, Ref, World, replace_ray
 from tests.support.scored_groups import scorer_answer
 
 PER_STEP, MINI_BATCHES, EPOCHS, NUM_STEPS, NUM_PROMPTS = 8, 4, 2, 6, 60
@@ -80,8 +78,7 @@ class Loop:
     def __init__(self, monkeypatch, *, state=None, first_step=0, max_refill=6.0, stop_after=NUM_STEPS, **config):
         algorithm = ALGORITHM.model_copy(update={"max_refill": max_refill})
         world = Scored(random.Random(first_step))
-        for module in (pool_module, scorer_pool, heartbeat):
-            monkeypatch.setattr(module, "ray", FakeRay(world))
+        replace_ray(monkeypatch, world)
         world.engines = EngineGroup([Engine(world) for _ in range(3)], num_ranks=1)
         self.started, self.placed, self.batches, self.taken, self.metrics = {}, set(), [], [], []
         self.planner = planner(algorithm, state, first_step, config)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollout.data.tokenizer import Tokenizer
 from rollout.data.tokenizer_file import TEXT
-from tests.support.byte_tokenizer import tokenizer_in
+from tests.support.byte_tokenizer import tokenizer_in, write_byte_tokenizer
 
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -148,3 +148,15 @@ def test_responses_are_decoded_without_the_clean_up_that_a_directory_asks_for(
 
 def test_the_text_is_composed() -> None:
     assert unicodedata.normalize("NFC", TEXT) == TEXT
+
+
+def test_texts_that_are_encoded_in_parts_have_the_ids_of_each_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_byte_tokenizer(tmp_path)
+    tokenizer = tokenizer_in(tmp_path)
+    texts = ["a" * length for length in (5, 0, 900, 3, 40)]
+    alone = [tokenizer.encode([text], add_special_tokens=False)[0].tolist() for text in texts]
+    monkeypatch.setattr("rollout.data.tokenizer._TEXTS_AT_ONCE", 2)
+    assert [ids.tolist() for ids in tokenizer.encode(texts, add_special_tokens=False)] == alone
+    assert tokenizer.encode([], add_special_tokens=False) == []

@@ -1,13 +1,16 @@
-"""Sleep and wake of an engine's weights over a stand-in for its ranks, whose allocator is vLLM 0.25's.
+"""Sleep, wake and late updates of an engine's weights over stand-ins for its ranks.
 
-`vllm/device_allocator/cumem.py` of 0.25 keeps no record: `sleep` unmaps all memory and `wake_up` maps each given part,
-whether it was mapped or not. CUDA refuses both the second time.
+The allocator is that of vLLM 0.25. Its `vllm/device_allocator/cumem.py` keeps no record: `sleep` unmaps all memory and
+`wake_up` maps each given part, whether it was mapped or not. CUDA refuses both the second time.
 """
 
 import asyncio
+import pickle
+from collections.abc import Callable
 from itertools import product
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rollout.config import EngineConfig
@@ -16,6 +19,9 @@ from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineStatus
 from rollout.engine.weights import EngineWeights
 from rollout.types import WeightVersion
+from rollout.weights.fingerprint_sums import NUM_GROUPS, Lenience
+from rollout.weights.manifest import WeightManifest
+from rollout.worker.receiver import Loaded
 
 PARTS = {"weights", "kv_cache"}
 
@@ -105,3 +111,73 @@ def test_any_order_of_sleep_and_wake_maps_each_part_once(
             assert ranks.mapped == expected
 
     asyncio.run(run())
+
+
+SUMS = np.ones((2, 1, NUM_GROUPS))
+
+
+class LateRanks(Ranks):
+    """Ranks whose first update ends when `goes_on` says so, with weights that are not those of the trainer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on = asyncio.Event()
+
+    async def ranks(self, method: str, *args: object) -> list[object]:
+        self.calls.append(method)
+        await asyncio.sleep(0)
+        if method == "apply_weights":
+            is_first = self.calls.count(method) == 1
+            if is_first:
+                await self.goes_on.wait()
+            self.calls.append("applied")
+            return [pickle.dumps(Loaded(sums={"w": SUMS * (0.5 if is_first else 1.0)}, received_bytes=1))]
+        return [[-1.0] if method == "probe" else True]
+
+
+def manifest_of(version: int) -> WeightManifest:
+    return WeightManifest(
+        run_id="run",
+        weight_version=WeightVersion(version),
+        format=EngineConfig().format,
+        tensors=(),
+        buckets=(),
+    )
+
+
+def test_an_update_that_was_given_up_ends_before_the_next_begins_and_serves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its ranks may have read memory that the trainer had released, and so hold wrong weights."""
+    ranks = LateRanks()
+    spec = EngineSpec(engine_id=0, run_id="run", config=EngineConfig(), directory="", max_model_len=8)
+    late = EngineWeights(spec, ranks, ResponseLedger(), sync_vllm=nothing, submit_again=nothing)  # type: ignore[arg-type]
+    late.status, late.version = EngineStatus.SERVING, WeightVersion(3)
+
+    async def run() -> None:
+        given_up = asyncio.create_task(late.update(manifest_of(4)))
+        await until(lambda: "apply_weights" in ranks.calls)
+        assert late.status is EngineStatus.APPLYING
+        again = asyncio.create_task(late.update(manifest_of(4)))  # the publish is repeated
+        await until(lambda: False)
+        assert ranks.calls.count("expect_weights") == 1, "the second update waits for the first"
+        ranks.goes_on.set()
+        await given_up
+        assert (late.status, late.sums["w"].max()) == (EngineStatus.APPLYING, 0.5)
+        await again
+        assert (await late.prove({"w": SUMS}, Lenience(), [1, 2])).weight_gap == 0, "of the second update"
+        assert late.status is EngineStatus.APPLYING
+        await late.resume()
+        assert late.status is EngineStatus.SERVING
+        order = [call for call in ranks.calls if call in ("expect_weights", "apply_weights", "applied")]
+        assert order == ["expect_weights", "apply_weights", "applied"] * 2
+
+    asyncio.run(run())
+
+
+async def until(is_so: Callable[[], bool]) -> None:
+    """Let the other tasks run until something is so, or for long."""
+    for _ in range(1000):
+        if is_so():
+            return
+        await asyncio.sleep(0)

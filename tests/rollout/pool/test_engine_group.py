@@ -14,7 +14,7 @@ from megatron_rl.model.engine_model import as_built
 from rollout.engine.state import EngineProgress, EngineState, EngineStatus, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
 from rollout.patience import Patience
-from rollout.pool import engine_call, engine_group, engine_watch
+from rollout.pool import engine_call, engine_group, engine_watch, living_engines
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_watch import EngineWatch
 from rollout.processes import ProcessId
@@ -78,7 +78,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def _ray(monkeypatch):
-    for module in (engine_call, engine_group, engine_watch):
+    for module in (engine_call, engine_group, engine_watch, living_engines):
         monkeypatch.setattr(module, "ray", Ray)
     Ray.killed, Ray.stored = [], []
 
@@ -160,7 +160,7 @@ def test_an_engine_that_dies_in_a_switch_is_lost_and_its_processes_have_ended_wh
     call, death, monkeypatch
 ):
     killed = []
-    monkeypatch.setattr(engine_group, "kill_on_nodes", lambda processes, *, stacks: killed.append(list(processes)))
+    monkeypatch.setattr(living_engines, "kill_on_nodes", lambda processes, *, stacks: killed.append(list(processes)))
     answers, why = DEATHS[death]
     living = {"start": on_host("gpu-00"), "sleep": None, "wake": None, "ping": None, "fault": ""}
     engines = group(5, {3: {"start": on_host("gpu-03"), **answers(call)}}, **living)
@@ -264,7 +264,9 @@ def on_host(host, pid=7):
 
 def test_engines_that_are_late_or_hang_are_named_with_their_nodes(monkeypatch):
     killed = []
-    monkeypatch.setattr(engine_group, "kill_on_nodes", lambda processes, *, stacks: killed.append((processes, stacks)))
+    monkeypatch.setattr(
+        living_engines, "kill_on_nodes", lambda processes, *, stacks: killed.append((processes, stacks))
+    )
     others = {n: {"start": on_host(f"gpu-0{n}", pid=70 + n), "drain": LATE} for n in (1, 2)}
     engines = group(4, others, start=on_host("gpu-00"), drain=None)
     engines.finish_start(engines.begin_start(), timeout_s=1)

@@ -2,17 +2,18 @@
 
 import random
 from collections import Counter
+from collections.abc import Sequence
+
+import pytest
 
 from rollout.planning.admission import FixedBatches
 from rollout.planning.plan import GroupForecast
 from rollout.planning.policies import plan
-from rollout.pool import engine_pool as pool_module
-from rollout.pool import heartbeat, scorer_pool
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.types import GroupId
 from tests.rollout.pool.test_history_client import Calm
-from tests.support.pool_stress import SIZE, Engine, FakeRay, Method, Ref, Watched, groups_of
+from tests.support.pool_stress import SIZE, ActorDiedError, Engine, Method, Ref, Watched, groups_of, replace_ray
 from tests.support.scored_groups import scored_group
 
 SEATS = 8
@@ -60,8 +61,7 @@ class Mute(Engine):
 def test_a_step_finds_free_the_seats_of_groups_that_have_ended_and_is_spread_over_all_engines(monkeypatch) -> None:
     """Two steps take as many seats as there are, and nobody asks for free seats while no group waits."""
     world, begun, per_step, num_steps = Calm(random.Random(0)), Counter(), 64 // SIZE, 3
-    for module in (pool_module, scorer_pool, heartbeat):
-        monkeypatch.setattr(module, "ray", FakeRay(world))
+    replace_ray(monkeypatch, world)
     world.engines = EngineGroup([Engine(world), Mute(world)], num_ranks=1)
     admission = FixedBatches(draw=lambda step: forecasts(per_step, step=step), num_steps=num_steps)
     pool = EnginePool(
@@ -104,3 +104,82 @@ def test_a_full_engine_is_asked_again_only_for_a_group_that_needs_fewer_seats() 
     for number in (10, 11):
         pool.admit([scored_group(number, num_samples=1).group])
     assert engine.counts == [SIZE // 2, 1]
+
+
+def test_groups_that_wait_while_no_engine_is_left_start_on_one_that_was_replaced_since(monkeypatch) -> None:
+    world = Calm(random.Random(0))
+    replace_ray(monkeypatch, world)
+    world.engines = EngineGroup([Engine(world)], num_ranks=1)
+    pool = EnginePool(world.engines, [world.scorer], seats_per_engine=SEATS)
+    world.engines.mark_lost(0, "its node is gone")
+    pool.admit([scored_group(number).group for number in range(3)])
+    world.engines.replace(0, EngineGroup([Engine(world)], num_ranks=1))
+    assert [scored.group.group_id for scored in pool.take("train", 0)] == [0, 1, 2]
+    pool.check_integrity()
+
+
+class Replaced(Calm):
+    """Engine 0 dies and is replaced while the pool waits; of its calls, the question for seats fails first."""
+
+    old: Engine | None = None
+
+    def happen(self) -> None:
+        if self.old is None:
+            self.old = self.engines.actors[0]
+            self.engines.mark_lost(0, "its node is gone")
+            self.engines.replace(0, EngineGroup([Engine(self)], num_ranks=1))
+            for _, ref in self.old.asked:
+                ref.is_ready, ref.value = True, ActorDiedError("killed")
+        elif self.old.is_alive:
+            self.old.die(with_actor=True)
+        else:
+            super().happen()
+
+
+def test_a_late_failure_of_a_question_is_no_loss_of_the_engine_that_was_started_meanwhile(monkeypatch) -> None:
+    world = Replaced(random.Random(0))
+    replace_ray(monkeypatch, world)
+    world.engines = EngineGroup([Engine(world)], num_ranks=1)
+    pool = EnginePool(world.engines, [world.scorer], seats_per_engine=SIZE)
+    pool.admit([scored_group(number).group for number in range(3)])
+    assert [scored.group.group_id for scored in pool.take("train", 0)] == [0, 1, 2]
+    assert world.engines.lost == () and pool.num_reissued == 1
+    pool.check_integrity()
+
+
+class Held(EngineGroup):
+    """Engines that need not be told to hold and begin a step; notes the groups of each step."""
+
+    steps: tuple[list[GroupId], ...] = ()
+
+    def hold(self, *, timeout_s: float) -> None:
+        """Nothing to do."""
+
+    def release(self, group_ids: Sequence[GroupId], *, timeout_s: float) -> None:
+        """Note the groups of a step."""
+        self.steps += (list(group_ids),)
+
+
+@pytest.mark.parametrize("is_noticed", [False, True], ids=["unnoticed", "noticed"])
+def test_a_deterministic_step_starts_on_an_engine_that_was_replaced_since_the_last_one(monkeypatch, is_noticed) -> None:
+    world = Calm(random.Random(0))
+    replace_ray(monkeypatch, world)
+    world.engines = Held([Engine(world)], num_ranks=1)
+    pool = EnginePool(world.engines, [world.scorer], seats_per_engine=SIZE, whole_step=True)
+    for step in range(2):
+        pool.admit(groups_of(forecasts(2, step=step)))
+        assert len(pool.take("train", step)) == 2
+        pool.check_integrity()
+        world.engines.mark_lost(0, "it died while the trainer worked")
+        if is_noticed:
+            pool._take_turn()
+        world.engines.replace(0, EngineGroup([Engine(world)], num_ranks=1))
+    assert world.engines.steps == ([0, 1], [2, 3])
+
+
+def test_the_thread_of_a_pool_restarts_no_engine_because_the_trainer_works() -> None:
+    engines, revived = EngineGroup(["first"], num_ranks=1), []
+    pool = EnginePool(engines, [], seats_per_engine=SEATS, revive=lambda: revived.append("an engine"))
+    engines.mark_lost(0, "gone")
+    pool.admit([scored_group(0).group])
+    assert not pool._take_turn() and revived == []

@@ -15,8 +15,6 @@ from history.types import PastResponse, SegmentOrder, prompt_key
 from rollout.config import PlannerConfig
 from rollout.data.order import PromptOrder, PromptSet
 from rollout.planning.planner import Planner
-from rollout.pool import engine_pool as pool_module
-from rollout.pool import heartbeat, scorer_pool
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_pool import EnginePool
 from rollout.pool.history_client import HistoryClient, return_metrics
@@ -24,7 +22,7 @@ from rollout.processes import ProcessId
 from rollout.tracing.draft_savings import seconds_saved
 from rollout.tracing.forwards import FORWARD
 from rollout.types import Score, ScoreStatus
-from tests.support.pool_stress import SIZE, SLOTS, Engine, FakeRay, World
+from tests.support.pool_stress import SIZE, SLOTS, Engine, World, replace_ray
 from tests.support.scored_groups import scored_group, scorer_answer
 
 
@@ -241,8 +239,7 @@ def test_a_reader_is_asked_for_the_prompts_that_its_engines_sample(monkeypatch, 
     With sampling ahead, groups run while the segments of the next ones are ordered, and keep theirs.
     """
     world, service, began, step_orders, num_kept = Calm(random.Random(seed)), Service(), [], [], 0
-    for module in (pool_module, scorer_pool, heartbeat):
-        monkeypatch.setattr(module, "ray", FakeRay(world))
+    replace_ray(monkeypatch, world)
     engines = world.engines = EngineGroup([Engine(world) for _ in range(4)], num_ranks=1)
     engines._processes = {number: ProcessId(node_id=node, pid=1, start_ticks=0) for number, node in enumerate("aabb")}
     client, planner = HistoryClient(service, engines), random_planner(**config)

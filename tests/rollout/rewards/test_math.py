@@ -294,6 +294,38 @@ def test_a_ground_truth_of_several_answers_is_an_error(truth: str) -> None:
         score(r"\boxed{34}", truth)
 
 
+@pytest.mark.parametrize(
+    "truth",
+    [
+        *(r"\begin{cases} x=1 \\ y=7 \end{cases}", r"$\begin{cases} x=1 \\ y=7 \end{cases}$"),
+        *(r"\begin{cases} 7 & x>0 \end{cases}", r"f(x)=\begin{cases} x & x<7 \\ 5 & x\ge 7\end{cases}"),
+        *(r"\begin{aligned} x&=1\\ y&=7\end{aligned}", r"\begin{gathered} 3 \\ 7 \end{gathered}"),
+        *(r"\left\{\begin{array}{l} x=1 \\ y=7 \end{array}\right.", r"\begin{array}{r} 4 \\ \hline 7 \end{array}"),
+        *(r"\begin{Bmatrix} 1 \\ 7 \end{Bmatrix}", r"\begin{bmatrix} 1 & \cdots & 7 \end{bmatrix}"),
+    ],
+)
+def test_rows_that_are_no_matrix_are_refused_and_not_compared_by_one_of_their_numbers(truth: str) -> None:
+    for response in (r"\boxed{7}", rf"\boxed{{{truth}}}"):
+        with pytest.raises(ValueError, match="cannot be parsed as mathematics; give one answer as text"):
+            score(response, truth)
+
+
+@pytest.mark.parametrize(
+    ("truth", "part"),
+    [
+        (r"x=\begin{pmatrix} 1 \\ 7 \end{pmatrix}", "7"),
+        (r"\begin{pmatrix} 1 \\ 7 \end{pmatrix} + t\begin{pmatrix} 2 \\ 3 \end{pmatrix}", "3"),
+        (r"3\begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}", "4"),
+        (r"\left[\begin{array}{cc} 1 & 2 \\ 3 & 4 \end{array}\right]", "4"),
+        (r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}, \begin{pmatrix} 3 \\ 4 \end{pmatrix}", "4"),
+        (r"$\begin{bmatrix} 1 & 7 \end{bmatrix}$", "7"),
+        (r"\begin{aligned} x &= 7 \end{aligned}", "8"),
+    ],
+)
+def test_matrices_within_a_formula_are_read_whole(truth: str, part: str) -> None:
+    assert (score(rf"\boxed{{{truth.strip('$')}}}", truth), score(rf"\boxed{{{part}}}", truth)) == (1.0, 0.0)
+
+
 def test_the_last_box_counts_alone_and_boxes_together_are_a_set() -> None:
     assert score(r"\boxed{33}, wait, \boxed{34}", "34") == 1.0
     assert score(r"\boxed{34}, wait, \boxed{33}", "34") == 0.0

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -65,6 +66,9 @@ class Calls:
         return RewardRequest(
             function=self.function, data_source="", solution_str=text, ground_truth="", extra_info_json="null"
         )
+
+    def running(self) -> list[Call]:
+        return [call for worker in self.workers._workers.values() for call in worker.calls.values()]
 
     @property
     def server(self) -> psutil.Process:
@@ -255,6 +259,80 @@ def test_calls_that_share_a_worker_with_the_culprit_are_repeated(workers_of, mon
     assert calls.workers.take_events().num_restarts in (2, 3)
 
 
+def test_a_call_is_not_blamed_for_a_death_of_which_only_its_own_begin_was_read(workers_of, tmp_path):
+    """The scorer has read nothing of the culprit when a write to the dead worker fails."""
+    calls = workers_of(f"{FUNCTIONS}.patient", timeout_s=DEADLINE_S)
+
+    async def crash() -> list[RewardOutcome]:
+        innocent = calls.workers.submit(calls.request(f"meet {tmp_path} 2 innocent"))
+        while not any(call.has_begun for call in calls.running()):
+            await asyncio.sleep(0.01)
+        (worker,) = calls.server.children()
+        culprit = calls.workers.submit(calls.request("die"))
+        wait_until_gone(worker.pid)
+        late = calls.workers.submit(calls.request("fine"))
+        (tmp_path / "other").touch()
+        return await asyncio.gather(innocent, culprit, late)
+
+    outcomes = calls.loop.run(crash())
+    assert [outcome.error for outcome in outcomes] == ["", "its process died: exit code 3", ""]
+
+
+def answers_twice(solution_str, **_):
+    if solution_str == "wait":
+        time.sleep(2.0)
+    elif os.fork():
+        time.sleep(0.5)  # so that the other process answers first, and this one within the next call
+    return 1.0
+
+
+def test_a_function_that_forks_and_returns_twice_costs_a_worker_and_no_call(workers_of):
+    calls = workers_of(f"{__name__}.answers_twice", timeout_s=DEADLINE_S)
+    assert [outcome.reward for outcome in calls(["fork", "wait"])] == [1.0] * 2
+
+
+def test_a_task_that_fails_ends_all_calls(workers_of, tmp_path, monkeypatch):
+    def fail(pid: int) -> list[int]:
+        raise OSError(24, "Too many open files")
+
+    calls = workers_of(timeout_s=DEADLINE_S)
+    monkeypatch.setattr(workers_module, "descendants", fail)
+    with pytest.raises(ProcessLostError, match="a task beside the reward workers failed: OSError: "):
+        calls([f"until {tmp_path / 'never'}"])
+
+
+def test_every_signal_has_a_text():
+    texts = [workers_module._exit_text(-number) for number in (9, 40)]
+    assert texts == ["killed by SIGKILL", "killed by signal 40"]
+
+
+def test_a_worker_starts_although_the_server_has_not_read_the_commands_before():
+    async def check() -> None:
+        workers = RewardWorkers(RewardConfig(function=f"{FUNCTIONS}.moody"))
+        workers._control, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        workers._control.setblocking(False)
+        with workers._control, server:
+            with suppress(BlockingIOError):
+                while True:
+                    workers._control.send(b"end 0")
+            workers._start_worker()
+            ending = _Worker(number=7, channel=None, exited=None)
+            workers._workers[7] = ending
+            workers._command_end(ending)
+            server.setblocking(False)
+            commands: list[bytes] = []
+            while len(set(commands)) < 3:
+                try:
+                    commands.append(server.recv(1 << 16))
+                except BlockingIOError:
+                    await asyncio.sleep(0.01)
+        assert {command.split()[0] for command in commands} == {b"end", b"start"} and b"end 7" in commands
+        for task in workers._tasks:
+            task.cancel()
+
+    asyncio.run(asyncio.wait_for(check(), DEADLINE_S))
+
+
 class Dispatch:
     """The rule by which workers receive calls, without processes; numbers of calls ascend with their age."""
 
@@ -378,6 +456,25 @@ def test_the_server_ends_with_its_scorer_and_takes_everything_along(workers_of, 
         wait_until_gone(pid)
 
 
+def test_a_time_limit_that_passes_while_the_workers_are_closed_is_no_error(workers_of, tmp_path, monkeypatch):
+    calls = workers_of(timeout_s=1.0)
+    failures: list[object] = []
+
+    async def close() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+        outcome = calls.workers.submit(calls.request(f"until {tmp_path / 'never'}"))
+        while not calls.running():
+            await asyncio.sleep(0.01)
+        server = calls.workers._server
+        wait = server.wait
+        monkeypatch.setattr(server, "wait", lambda limit_s: (time.sleep(2.0), wait(limit_s)))
+        await calls.workers.close()
+        assert outcome.done()
+
+    calls.loop.run(close())
+    assert not failures
+
+
 def test_a_server_ends_in_order_although_its_scorer_has_not_read_all_messages(capfd):
     limits = WorkerLimits(timeout_s=5.0, cpu_s=5.0, memory_bytes=1 << 30, file_bytes=1 << 20)
     control, server = start_server(f"{FUNCTIONS}.moody", limits, clean_environment(os.environ, []))
@@ -404,6 +501,20 @@ def test_while_the_server_is_frozen_calls_go_on_in_the_workers_that_run(workers_
     calls = workers_of(num_workers=2, timeout_s=DEADLINE_S)
     calls(["fine"])
     calls.server.suspend()
+    assert {outcome.reward for outcome in calls(["fine"] * 8)} == {1.0}
+
+
+def test_while_the_server_is_frozen_a_dead_worker_receives_no_calls(workers_of):
+    calls = workers_of(num_workers=2, timeout_s=DEADLINE_S)
+    calls(["fine"] * 2)
+    calls.server.suspend()
+
+    async def kill() -> None:
+        min(calls.server.children(), key=psutil.Process.create_time).kill()
+        while not any(worker.is_ending for worker in calls.workers._workers.values()):
+            await asyncio.sleep(0.01)
+
+    calls.loop.run(kill())
     assert {outcome.reward for outcome in calls(["fine"] * 8)} == {1.0}
 
 
