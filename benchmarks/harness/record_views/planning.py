@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from benchmarks.harness.record_answers import Answer, Figure, first_of, goal, largest
 from benchmarks.harness.record_file import Record
-from benchmarks.harness.record_notes import Note, has_input, has_rows, older_goals
+from benchmarks.harness.record_notes import Note, has_input, older_goals
 from benchmarks.harness.record_tables import Column, Table, Value
 from benchmarks.harness.record_views.view import View, milliseconds, spread
 
@@ -33,14 +33,9 @@ PLANNER = View(
         ),
         figures={
             "one": largest("max_staleness", {"scheme": ("adaptive, overlap 1",)}),
-            "overlap": first_of(
-                goal("adaptive, overlap 1 (staleness up to 1) over static, groups at 0.71"),
-                goal("adaptive, overlap 1, groups at 0.71"),
-            ),
+            "overlap": goal("adaptive, overlap 1 (staleness up to 1) over static, groups at 0.71"),
             "three": largest("max_staleness", {"scheme": ("flexible",)}),
-            "flexible": first_of(
-                goal("flexible (staleness up to 3) over static, groups at 0.71"), goal("flexible, groups at 0.71")
-            ),
+            "flexible": goal("flexible (staleness up to 3) over static, groups at 0.71"),
             "ms": goal("planning 65,536 responses, slowest policy"),
         },
     ),
@@ -110,22 +105,8 @@ PLANNER = View(
         "Speeds in the goals are relative to it, without drafts, unless a goal names another stack.",
         "`groups` are forecasts per prompt, `responses` forecasts per response, and `exact` the true mean of each "
         "group. For `groups` and `exact`, the correlation column is the prompts' share of the variance of log-lengths.",
-        Note(
-            text="With `drafts`, tokens per forward come from the [drafting record](drafting.md).",
-            about=has_rows({"drafts": ("ours", "histospec")}),
-        ),
-        Note(
-            text=(
-                "In these rows drafts shorten the training, too, so speeds with drafts are too high. In today's "
-                "benchmark training takes as long as without drafts."
-            ),
-            about=has_rows({"drafts": ("ours", "histospec")}, fields=("consumed_as_submitted",)),
-        ),
-        older_goals(
-            "Those of speed do not name the staleness of their schemes, which the tables list. `with drafts` has a "
-            "staleness of 2, and `over the paper's stack` compares it with a staleness of 1.",
-            "histopipe: largest staleness anywhere",
-        ),
+        "With `drafts`, tokens per forward come from the [drafting record](drafting.md). Training takes as long as "
+        "without drafts.",
     ),
 )
 
