@@ -4,12 +4,17 @@
 and the fix. The clock is compared with that of the file server, through the time of a file that the node has just
 written; on one file server all nodes are then within twice `MAX_SKEW_S` of each other. Times in whole seconds, as on
 Lustre and BeeGFS, add two seconds to that.
+
+Each process of a run reads the model from its own node. Nothing later would show that a node has another copy, for
+example with another rotary base. So the files are compared over the nodes (`other_copies`).
 """
 
+import hashlib
 import os
 import shutil
 import socket
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +26,9 @@ from launcher.config.schema import RunConfig
 MAX_SKEW_S = 0.5
 MIN_DISK_BYTES = 1 << 30
 MIN_OPEN_FILES = 4096
+_WEIGHTS = ".safetensors"
+_MODEL_FILES = {".json", ".jinja", ".txt", ".model", _WEIGHTS}
+"""Suffixes of the files in a model's folder that processes of a run read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +37,8 @@ class NodeNeeds:
 
     paths: tuple[str, ...]
     """Files and folders that must be readable."""
+    models: tuple[str, ...]
+    """Those of them that are folders of models."""
     packages: Mapping[str, str]
     """Versions of the submitting machine; empty where a container brings its own."""
     num_gpus: int | None
@@ -41,8 +51,10 @@ class NodeNeeds:
 def node_needs(config: RunConfig, packages: Mapping[str, str]) -> NodeNeeds:
     """What a run needs on every node; `packages` are the versions that the node must have."""
     sets = config.evaluation.sets.values()
+    models = tuple(filter(None, (config.model, config.trainer.critic.model)))
     return NodeNeeds(
-        paths=(config.model, *(data.path for data in config.data.train), *(one.path for one in sets)),
+        models=models,
+        paths=(*models, *(data.path for data in config.data.train), *(one.path for one in sets)),
         packages=packages,
         num_gpus=config.cluster.slurm.gpus_per_node,
         shm_bytes=config.cluster.object_store_bytes,
@@ -56,6 +68,8 @@ class NodeFacts:
 
     node: str
     unreadable: tuple[str, ...]
+    model_files: Mapping[str, str]
+    """By path, the hash of each file that a run reads of its models; the size of weights, which take long to read."""
     packages: Mapping[str, str]
     num_gpus: int
     gpu_processes: tuple[str, ...]
@@ -81,6 +95,7 @@ def node_facts(needs: NodeNeeds, canary: Path) -> NodeFacts:
     return NodeFacts(
         node=os.environ.get("SLURMD_NODENAME", socket.gethostname()),
         unreadable=tuple(path for path in needs.paths if not os.access(path, os.R_OK)),
+        model_files=_model_files(needs.models),
         packages=package_versions(),
         num_gpus=len(resources.gpu_bytes),
         gpu_processes=_gpu_processes(resources),
@@ -89,6 +104,20 @@ def node_facts(needs: NodeNeeds, canary: Path) -> NodeFacts:
         open_files=raise_open_files(),
         clock_skew_s=skew_s,
     )
+
+
+def _model_files(models: Sequence[str]) -> dict[str, str]:
+    folders = [Path(model) for model in models if os.access(model, os.R_OK)]
+    files = [path for folder in folders for path in folder.iterdir() if path.suffix in _MODEL_FILES and path.is_file()]
+    return {str(path): _content(path) for path in files}
+
+
+def _content(path: Path) -> str:
+    if not os.access(path, os.R_OK):
+        return "cannot be read"
+    if path.suffix == _WEIGHTS:
+        return f"{path.stat().st_size} bytes"
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 def _gpu_processes(resources: NodeResources) -> tuple[str, ...]:
@@ -148,6 +177,21 @@ def problems_by_subject(facts: NodeFacts, needs: NodeNeeds) -> dict[str, list[st
         "temporary disk": [disk] if facts.disk_bytes < MIN_DISK_BYTES else [],
         "open files": [files] if facts.open_files < MIN_OPEN_FILES else [],
         "clock": [clock] if abs(facts.clock_skew_s) > MAX_SKEW_S else [],
+    }
+
+
+def other_copies(model_files: Mapping[str, Mapping[str, str]]) -> dict[str, str]:
+    """By node, the problem of one whose models differ from those of most nodes, or of the first of as many. Pure."""
+    copies = {node: frozenset(files.items()) for node, files in model_files.items()}
+    if not copies:
+        return {}
+    ((usual, _),) = Counter(copies.values()).most_common(1)
+    example = next(node for node, copy in copies.items() if copy == usual)
+    differing = {node: sorted({path for path, _ in copy ^ usual}) for node, copy in copies.items() if copy != usual}
+    return {
+        node: f"has other contents than {example} in {', '.join(paths[:3])}{' and more' if len(paths) > 3 else ''}; "
+        "copy the model there again, or name a path that every node sees"
+        for node, paths in differing.items()
     }
 
 

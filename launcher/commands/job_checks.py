@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from launcher.cluster.addresses import interfaces, node_address, resolve
-from launcher.cluster.health import NodeNeeds, choose_nodes, node_facts, node_needs, node_problems
+from launcher.cluster.health import NodeNeeds, choose_nodes, node_facts, node_needs, node_problems, other_copies
 from launcher.cluster.job_folder import JobFolder
 from launcher.cluster.pairs import Endpoint, reduce_over_nodes, unreachable_nodes
 from launcher.cluster.ports import free_ports
@@ -84,6 +84,9 @@ def choose(config: RunConfig, folder: JobFolder) -> int:
     allocated = (folder.path / "allocated").read_text(encoding="utf-8").split()
     records = {node: _read(folder.check_file(node)) for node in allocated if folder.check_file(node).exists()}
     problems = {node: [str(one) for one in _list(record["problems"])] for node, record in records.items()}
+    models = {node: _mapping(record["model_files"]) for node, record in records.items() if not problems[node]}
+    for node, problem in other_copies(models).items():
+        problems[node].append(problem)
     unreachable = {node: [str(one) for one in _list(record["unreachable"])] for node, record in records.items()}
     choice = choose_nodes(allocated, problems, num_nodes=slurm.nodes, unreachable=unreachable)
     for line in choice.left_out:
@@ -134,6 +137,11 @@ def _needs(config: RunConfig, folder: JobFolder) -> NodeNeeds:
 def _read(path: Path) -> dict[str, object]:
     row: dict[str, object] = json.loads(path.read_text(encoding="utf-8"))
     return row
+
+
+def _mapping(value: object) -> dict[str, str]:
+    assert isinstance(value, dict)
+    return value
 
 
 def _list(value: object) -> list[object]:

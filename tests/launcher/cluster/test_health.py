@@ -4,15 +4,29 @@ from pathlib import Path
 
 import pytest
 
-from launcher.cluster.health import NodeFacts, NodeNeeds, choose_nodes, clock_difference_s, node_facts, node_problems
+from launcher.cluster.health import (
+    NodeFacts,
+    NodeNeeds,
+    choose_nodes,
+    clock_difference_s,
+    node_facts,
+    node_problems,
+    other_copies,
+)
 from launcher.cluster.node import package_versions
 
 NEEDS = NodeNeeds(
-    paths=("/shared/model",), packages={"torch": "2.13.0"}, num_gpus=8, shm_bytes=1 << 30, temp_dir="/tmp"
+    paths=("/shared/model",),
+    models=(),
+    packages={"torch": "2.13.0"},
+    num_gpus=8,
+    shm_bytes=1 << 30,
+    temp_dir="/tmp",
 )
 HEALTHY = NodeFacts(
     node="n1",
     unreadable=(),
+    model_files={},
     packages={"torch": "2.13.0", "numba": "0.61"},
     num_gpus=8,
     gpu_processes=(),
@@ -57,6 +71,24 @@ def test_this_node_is_read(tmp_path: Path) -> None:
     needs = replace(NEEDS, paths=(str(tmp_path), "/no/such"), packages=package_versions(), num_gpus=0, shm_bytes=1)
     facts = node_facts(needs, tmp_path / "checks" / "me.canary")
     assert facts.unreadable == ("/no/such",) and abs(facts.clock_skew_s) < 0.5
+
+
+def test_a_node_with_another_copy_of_the_model_is_named_with_the_files(tmp_path: Path) -> None:
+    """Three nodes have a copy each; the first one's was edited, and one file of weights was not copied whole."""
+    copies = {}
+    for node in ("n1", "n2", "n3"):
+        model = tmp_path / "model"  # at the same path on each
+        model.mkdir(exist_ok=True)
+        (model / "config.json").write_text(f'{{"rope_theta": {10_000 if node == "n1" else 1_000_000}}}')
+        (model / "model-1.safetensors").write_bytes(bytes(7 if node == "n1" else 8))
+        (model / "README.md").write_text(f"read on {node}")
+        needs = replace(NEEDS, models=(str(model), "/no/such"), shm_bytes=1)
+        copies[node] = node_facts(needs, tmp_path / "checks" / f"{node}.canary").model_files
+    problem = other_copies(copies)["n1"]
+    assert other_copies(copies).keys() == {"n1"} and problem.startswith("has other contents than n2 in ")
+    assert [f"{name}" in problem for name in ("config.json", "model-1.safetensors", "README")] == [True, True, False]
+    assert other_copies({"n1": copies["n1"], "n2": copies["n2"]}).keys() == {"n2"}, "of two the first one counts"
+    assert other_copies({"n2": copies["n2"], "n3": copies["n3"]}) == other_copies({}) == {}
 
 
 @pytest.mark.parametrize(

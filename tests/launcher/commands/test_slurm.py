@@ -136,7 +136,7 @@ def job(write_config: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     (folder.path / "checks").mkdir(parents=True)
     write_request(folder.run_dir, reason="SLURM's signal", requeue=True)
     (folder.path / "allocated").write_text("node1\n")
-    folder.check_file("node1").write_text(json.dumps({"problems": [], "unreachable": []}))
+    folder.check_file("node1").write_text(json.dumps({"problems": [], "unreachable": [], "model_files": {}}))
     monkeypatch.setenv(VARIABLE, str(folder.path))
     return folder
 
@@ -152,6 +152,17 @@ def test_a_job_on_a_run_directory_in_use_is_refused_and_takes_nothing_from_the_r
     lock.release()
     assert slurm_job.main(["choose", str(job.config)]) == 0
     assert [row["step"] for row in read_rows(job.starts)] == [0] and job.nodes() == ["node1"]
+
+
+def test_a_node_with_another_copy_of_the_model_is_left_out(job: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    (job.path / "allocated").write_text("node1 node2 node3\n")
+    for node, rotary in (("node1", "a"), ("node2", "b"), ("node3", "b")):
+        record = {"problems": [], "unreachable": [], "model_files": {"/local/model/config.json": rotary}}
+        job.check_file(node).write_text(json.dumps(record))
+    assert slurm_job.main(["choose", str(job.config)]) == 0
+    assert job.nodes() == ["node2", "node3"]
+    said = capsys.readouterr().out
+    assert "left out: node1: has other contents than node2 in /local/model/config.json; copy the model" in said
 
 
 def test_a_job_waits_for_the_lock_of_an_earlier_start(job: JobFolder, capsys: pytest.CaptureFixture[str]) -> None:
