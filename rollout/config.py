@@ -242,9 +242,8 @@ class RewardConfig(Config):
     """Names of environment variables that the function needs, such as the key of a service. Each must be set where the
     command starts, and a SLURM job receives them. Workers have no others but paths, language, threads and proxies."""
     max_restarts: int = Field(default=3, ge=0)
-    """Most restarts of a scorer, or of the process that writes samples, during one call: the scoring of a group, the
-    writing of a step's samples. One more death or hang in that call ends the run. Restarts of other calls do not count,
-    so a long run may have any number."""
+    """Most restarts of each scorer, and of the process that writes samples, after it died or hung. They count from the
+    start of the command. Its calls are repeated."""
     failure_score: float | None = None
     """Reward of a response whose scoring failed or exceeded the time limit. Without it the response leaves its group:
     it is not trained on, and has no part in the baseline. But a late one has the `LATE_SCORE` of the function's module,

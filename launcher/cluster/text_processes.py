@@ -48,7 +48,7 @@ def start_text_processes(
 
     Args:
         tokenizer: where each of them loads it.
-        config: of the scorers; its `max_restarts` limits the tries of the text actor's calls, too.
+        config: of the scorers; its `max_restarts` is that of the text actor, too.
         environments: variables of the text actor, then of each scorer.
         node_ids: Ray's ids of their nodes; empty on the only node.
         num_cpus: logical CPUs of each.
@@ -64,8 +64,7 @@ def start_text_processes(
     for number, (actor_class, variables, node_id) in enumerate(zip(classes, environments, node_ids, strict=True)):
         placed = actor_class.options(
             num_cpus=num_cpus,
-            max_restarts=-1,
-            max_task_retries=config.max_restarts,
+            max_restarts=config.max_restarts,
             runtime_env={"env_vars": dict(variables)},
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=True) if node_id else None,
             memory=1,  # Ray (2.60) ignores the preference of an actor that needs no resource at all

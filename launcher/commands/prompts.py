@@ -10,7 +10,6 @@ from rollout.config import DataConfig, EvalSetConfig
 from rollout.data.order import OrderState, PromptOrder, PromptSet
 from rollout.data.prompts import LoadedPrompts
 from rollout.evaluation import WHOLE_SET
-from rollout.failures import Place
 from rollout.pool.heartbeat import LOOK_EVERY_S, Heartbeat
 from rollout.types import Prompt, PromptId
 
@@ -109,7 +108,7 @@ def _refuse_source_of_whole_set(evaluation_set: LoadedPrompts) -> None:
 
 def _loaded(text_actor: ray.actor.ActorHandle, loading: Sequence[ray.ObjectRef]) -> tuple[LoadedPrompts, ...]:
     """Wait for files, for any time while the text actor's process answers; else it is restarted, and loads again."""
-    heartbeat = Heartbeat(text_actor, place=Place(role="text actor"))
+    heartbeat = Heartbeat(text_actor)
     heartbeat.ask()
     while ray.wait(loading, num_returns=len(loading), timeout=LOOK_EVERY_S)[1]:
         if silent_s := heartbeat.missed():

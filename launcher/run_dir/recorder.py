@@ -24,7 +24,7 @@ from launcher.run_dir.wandb import Tracker
 from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.evaluation import EvaluationRow
-from rollout.failures import DeadlineError, Place, ProcessLostError
+from rollout.failures import DeadlineError, Place
 from rollout.patience import Patience
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
@@ -72,7 +72,7 @@ class RunRecorder:
         self._progress = progress
         self._status = status
         self._text_actor = text_actor
-        self._heartbeat = Heartbeat(text_actor, place=Place(role="text actor"))
+        self._heartbeat = Heartbeat(text_actor)
         self._engines = engines
         self._timeline = StepTimeline(len(self._engines))
         self._saves = saves
@@ -188,7 +188,6 @@ class RunRecorder:
 
         Raises:
             DeadlineError: the process answers, and the samples are not written after the second try.
-            ProcessLostError: the process ended in each try that the call had, or cannot start again.
         """
         num_slow = 0
         while why := self._why_late(writing):
@@ -208,12 +207,6 @@ class RunRecorder:
             self._num_lost_samples += 1
             self._progress.say("the samples of a step were lost with a node before they were written")
             return []
-        except ray.exceptions.ActorUnavailableError as error:  # Ray restarts it, but has no try left for this call
-            raise ProcessLostError(
-                "the text actor died or was killed in each try to write the samples of a step; `reward.max_restarts` "
-                "allows no other one",
-                Place(role="text actor", node=self._heartbeat.host),
-            ) from error
         if written.num_lost:
             self._num_lost_samples += 1
             self._progress.say(f"the samples of {written.num_lost} group(s) of a step were lost with a node")

@@ -5,8 +5,7 @@ does not answer either, and would be waited for as long. So the actor also answe
 work.
 
 Only time counts in which somebody waits for the actor (decision 46). A process that Ray restarts has the time of a
-start. Ray restarts it without a limit, also one that dies before it can have a call. So a second start in succession
-that takes too long is an error.
+start.
 
 The answer says which process it is, so that one that hangs is named with its node, and leaves its stacks.
 """
@@ -17,7 +16,6 @@ from dataclasses import dataclass, field
 
 import ray
 
-from rollout.failures import NOWHERE, Place, ProcessLostError
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 
@@ -35,24 +33,17 @@ class Heartbeat:
 
     actor: ray.actor.ActorHandle
     clock: Callable[[], float] = time.monotonic
-    place: Place = NOWHERE
-    """Of the actor, for an error."""
     process: ProcessId | None = field(default=None, init=False)
     """The process that answered last; None before the first answer, and after it has ended."""
     _asked: ray.ObjectRef | None = field(default=None, init=False)
     _looked_s: float | None = field(default=None, init=False)
     _silent_s: float = field(default=0.0, init=False)
     _starts: bool = field(default=False, init=False)
-    _num_late_starts: int = field(default=0, init=False)
-    """Starts in succession that took too long."""
 
     def missed(self) -> float:
         """Seconds for which the actor has been silent, if that is too long, else 0. Never waits.
 
         The next answer then has the time of a start.
-
-        Raises:
-            ProcessLostError: two starts in succession took too long.
         """
         now = self.clock()
         if self._looked_s is not None and now - self._looked_s < LOOK_EVERY_S:
@@ -64,12 +55,6 @@ class Heartbeat:
         limit_s = START_S if self._starts else SILENT_S
         if self._silent_s <= limit_s:
             return 0.0
-        self._num_late_starts += self._starts
-        if self._num_late_starts > 1:
-            name = str(self.place) or "a process"
-            raise ProcessLostError(
-                f"{name} was restarted, and has not answered for {START_S:.0f} s after each of two starts", self.place
-            )
         self._starts, self._silent_s, self._asked = True, 0.0, None
         return limit_s
 
@@ -84,7 +69,7 @@ class Heartbeat:
 
         On one node the successor is who started later. Starts on two nodes cannot be compared: the last answer counts.
         """
-        known, self._num_late_starts = self.process, 0
+        known = self.process
         if known is None or process.node_id != known.node_id or process.start_ticks >= known.start_ticks:
             self.process = process
 
@@ -122,5 +107,5 @@ class Heartbeat:
             self._silent_s = self._silent_s if self._starts else 0.0
             self._starts = True
         else:
-            self._silent_s, self._starts, self._num_late_starts = 0.0, False, 0
+            self._silent_s, self._starts = 0.0, False
         self._asked = None

@@ -1,7 +1,7 @@
 """Each finished group goes to the scorer with the fewest responses.
 
-Ray restarts a scorer that dies, and repeats its calls (`rollout.rewards.scorer_actor`). A scorer that hangs is killed,
-so that the same happens: one whose process does not answer, and one that finishes no group. All are counted.
+Ray restarts a scorer that dies, and repeats its calls (`rollout.rewards.text_actor`). A scorer that hangs is killed, so
+that the same happens: one whose process does not answer, and one that finishes no group. All are counted.
 """
 
 import logging
@@ -50,10 +50,7 @@ class ScorerPool:
         """
         self._scorers = tuple(scorers)
         self._timeout_s = timeout_s
-        self._heartbeats = [
-            Heartbeat(scorer, place=Place(role="scorer", ranks=(number,)))
-            for number, scorer in enumerate(self._scorers)
-        ]
+        self._heartbeats = [Heartbeat(scorer) for scorer in self._scorers]
         self._processes: list[set[ProcessId]] = [set() for _ in self._scorers]
         """By scorer, all processes that have answered; an old one may answer after its successor."""
         self.events = WorkerEvents()
@@ -86,7 +83,7 @@ class ScorerPool:
 
         Raises:
             RewardBrokenError: the reward function fails for every response.
-            ProcessLostError: the scorer's process ended in each try that the call had.
+            ProcessLostError: the scorer's process ended.
             TokensLostError: the node that held the group's tokens is lost.
             CallError: the scorer raised something else.
         """
@@ -97,7 +94,7 @@ class ScorerPool:
             answer: ScorerAnswer = ray.get(ref)
         except ray.exceptions.RayError as error:
             place = Place(role="scorer", ranks=(item.scorer,), node=node_of(error))
-            raise _kind(error)(f"scoring of group {item.group.group_id} failed: {_why(error)}", place) from error
+            raise _kind(error)(f"scoring of group {item.group.group_id} failed: {brief(error)}", place) from error
         earlier = self._processes[item.scorer]
         if earlier and answer.process not in earlier:
             _log.warning("scorer %d died or was killed; %s has taken its place", item.scorer, answer.process)
@@ -113,11 +110,7 @@ class ScorerPool:
         )
 
     def check(self) -> None:
-        """Kill scorers that hang. Call it while groups are waited for, after those that have ended are finished.
-
-        Raises:
-            ProcessLostError: a scorer cannot start again.
-        """
+        """Kill scorers that hang. Call it while groups are waited for, after those that have ended are finished."""
         waited_s = min(time.monotonic() - self._checked_s, 2 * LOOK_EVERY_S)  # longer: nobody waited
         self._checked_s = time.monotonic()
         for number, num_pending in enumerate(self._num_pending):
@@ -141,12 +134,6 @@ class ScorerPool:
         _log.warning("%s %s; the scorer is restarted", heartbeat.named(f"scorer {number}"), why)
         if folders := heartbeat.end():
             _log.warning("the stacks of scorer %d are in %s", number, ", ".join(folders))
-
-
-def _why(error: ray.exceptions.RayError) -> str:
-    if isinstance(error, ray.exceptions.ActorUnavailableError):  # Ray restarts it, but has no try left for this call
-        return "the scorer died or was killed in each try; `reward.max_restarts` allows no other one"
-    return brief(error)
 
 
 def _kind(error: ray.exceptions.RayError) -> type[PlacedError]:

@@ -40,8 +40,8 @@ _NUMBER = re.compile(
     r"(?<![A-Za-z\d.,])\d[\d.,]*(?: \d{3}(?!\d))*(?::00)?(?:\s*[-+*/^=×÷{}()eE]+\s*\d[\d.,]*)*", re.ASCII
 )
 """Of words: a number, or numbers that only signs connect."""
-_ROWS = re.compile(r"\\begin\s*\{.*(?:\\\\|&(?!\s*=))", re.DOTALL)
-"""An environment with several rows or columns; one row of `aligned` may stand at its sign."""
+_ROWS = re.compile(r"\\begin\s*\{(?!vmatrix).*(?:\\\\|&(?!\s*=))", re.DOTALL)
+"""An environment with several rows or columns, but no determinant; one row of `aligned` may stand at its sign."""
 _SCIENTIFIC = re.compile(r"([-+]?\d+(?:\.\d+)?)[eE]([-+]?\d+)")
 _MOST_DIGITS = 1e4
 _BOLD = re.compile(r"(?<![\w)])\*\*(?=\S)([^*\n]++)(?<=\S)\*\*")

@@ -1,11 +1,7 @@
 """A scorer: a Ray actor with a tokenizer and reward workers, which scores many groups at a time.
 
-If its process dies, Ray restarts it under the same handle, as often as that happens, and repeats the calls to `score`
-that it had, each as often as the actor's `max_task_retries` says. So every call may be the first of a process, and may
-come twice. A call that loses one process more fails. Then restarts do not help, and the run ends; in a run of weeks any
-number of restarts may lie between calls that succeed.
-
-Its methods run in one event loop and wait for workers without blocking it.
+If its process dies, Ray restarts it under the same handle and repeats the calls that it had. So every call may be the
+first of a process, and may come twice. Its methods run in one event loop and wait for workers without blocking it.
 """
 
 import asyncio
@@ -40,7 +36,6 @@ class ScorerActor:
         self._scorer: ResponseScorer | None = None
         self._starting = asyncio.Lock()
 
-    @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     async def start(self) -> None:
         """Load the tokenizer and start the reward workers; idempotent.
 
@@ -50,6 +45,7 @@ class ScorerActor:
         """
         await self._started()
 
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     async def score(self, group: PromptGroup, *parts: GroupColumns) -> ScorerAnswer:
         """See `ResponseScorer.score`; `parts` are the group's tokens (`rollout.group_parts`)."""
         scorer = await self._started()
@@ -60,12 +56,10 @@ class ScorerActor:
             os._exit(1)
         return ScorerAnswer(scores=scores, process=_this_process(), events=scorer.take_events())
 
-    @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     async def alive(self) -> ProcessId:
         """The process; the call of `rollout.pool.heartbeat`."""
         return _this_process()
 
-    @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     async def close(self) -> None:
         """See `ResponseScorer.close`."""
         if self._scorer is not None:

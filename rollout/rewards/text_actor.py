@@ -4,8 +4,7 @@
     SampleWriter      the scored groups of a step  ->  its files of samples and traces
 
 It does not score, so writing never delays a score. If its process dies, Ray restarts it under the same handle and
-repeats the calls that it had, as for a scorer (`rollout.rewards.scorer_actor`). So every call may be the first of a
-process, and may come twice.
+repeats the calls that it had. So every call may be the first of a process, and may come twice.
 
 Both parts need the tokenizer. `transformers` imports torch, which the controller must not load, so they share a process
 of their own. The parts are plain classes; Ray is used here only.
@@ -70,11 +69,11 @@ class TextActor:
         self._source = source
         self._parts: TextParts | None = None
 
-    @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     def start(self) -> TokenizerFacts:
         """See `TextParts.start`; idempotent."""
         return self._started().tokenizer
 
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     def load_prompts(
         self, path: str, *, max_prompt_tokens: int, name: str = "", overlong: Overlong = "refuse", limit: int = 0
     ) -> LoadedPrompts:
@@ -83,6 +82,7 @@ class TextActor:
             path, max_prompt_tokens=max_prompt_tokens, name=name, overlong=overlong, limit=limit
         )
 
+    @ray.method(max_task_retries=-1)  # type: ignore[untyped-decorator]
     def write_samples(
         self, groups: Sequence[ScoredGroup], *, samples_path: str, traces_path: str, num_returned: int
     ) -> WrittenSamples:
@@ -96,12 +96,11 @@ class TextActor:
         )
         return WrittenSamples(rows=rows, process=_this_process(), num_lost=len(lost))
 
-    @ray.method(concurrency_group=_BESIDE_WORK, max_task_retries=0)  # type: ignore[untyped-decorator]
+    @ray.method(concurrency_group=_BESIDE_WORK)  # type: ignore[untyped-decorator]
     def alive(self) -> ProcessId:
         """The process; the call of `rollout.pool.heartbeat`."""
         return _this_process()
 
-    @ray.method(max_task_retries=0)  # type: ignore[untyped-decorator]
     def close(self) -> None:
         """Nothing to end; `Processes.end` calls it for every actor."""
 

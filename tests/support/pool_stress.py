@@ -41,10 +41,6 @@ class ActorDiedError(RayError):
     pass
 
 
-class ActorUnavailableError(ActorDiedError):
-    pass
-
-
 class ObjectLostError(RayError):
     pass
 
@@ -66,7 +62,6 @@ class FakeRay:
     class exceptions:  # noqa: N801
         RayError = RayError
         RayActorError = ActorDiedError
-        ActorUnavailableError = ActorUnavailableError
         ObjectLostError = ObjectLostError
 
     def wait(self, refs, *, num_returns=1, timeout=None, fetch_local=False):

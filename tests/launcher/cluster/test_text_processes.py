@@ -11,8 +11,6 @@ from rollout.config import RewardConfig
 from rollout.data.tokenizer import TokenizerSource
 from rollout.failures import DeadlineError, Place
 from rollout.processes import ProcessId
-from rollout.rewards.scorer_actor import ScorerActor
-from rollout.rewards.text_actor import TextActor
 
 
 class Actors:
@@ -21,10 +19,9 @@ class Actors:
     def __init__(self, hung: tuple[int, ...]) -> None:
         self.hung = hung
         self.num_made = 0
-        self.given: list[dict[str, object]] = []
 
     def options(self, **options: object) -> SimpleNamespace:
-        self.given.append(options)
+        del options
         return SimpleNamespace(remote=self.make)
 
     def make(self, *args: object) -> SimpleNamespace:
@@ -40,12 +37,6 @@ class Actors:
         late = [ref for ref in refs if ref in [f"start {number}" for number in self.hung]]
         return [ref for ref in refs if ref not in late], late
 
-    def get(self, ref: str | list[str]) -> object:
-        """The facts of a tokenizer, or the process that answers a heartbeat."""
-        if isinstance(ref, list):
-            return [None] * len(ref)
-        return ProcessId(node_id="", pid=1, start_ticks=0, host=f"gpu-0{ref.removeprefix('alive ')}")
-
 
 @pytest.mark.parametrize(
     ("hung", "place", "named"),
@@ -57,32 +48,20 @@ class Actors:
 def test_a_process_that_does_not_load_is_named_with_its_node(
     monkeypatch: pytest.MonkeyPatch, hung: tuple[int, ...], place: Place, named: str
 ) -> None:
-    with pytest.raises(DeadlineError, match=f"waited 600 s for {named} to load") as late:
-        started(monkeypatch, Actors(hung), RewardConfig())
-    assert late.value.place == place
-
-
-def started(monkeypatch: pytest.MonkeyPatch, actors: Actors, config: RewardConfig) -> None:
-    """Start a text actor and two scorers."""
+    actors = Actors(hung)
     monkeypatch.setattr(text_processes, "TextActor", actors)
     monkeypatch.setattr(text_processes, "ScorerActor", actors)
     monkeypatch.setattr(ray, "wait", actors.wait)
-    monkeypatch.setattr(ray, "get", actors.get)
-    start_text_processes(
-        TokenizerSource(directory="model"),
-        config,
-        environments=[{}] * 3,
-        node_ids=[""] * 3,
-        num_cpus=1,
-        note=lambda actor: None,
+    monkeypatch.setattr(
+        ray, "get", lambda ref: ProcessId(node_id="", pid=1, start_ticks=0, host=f"gpu-0{ref.removeprefix('alive ')}")
     )
-
-
-def test_processes_are_restarted_without_a_limit_and_each_call_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls that tell whether a process lives, and the start of a command, are not repeated."""
-    actors = Actors(())
-    started(monkeypatch, actors, RewardConfig(max_restarts=7))
-    assert [(each["max_restarts"], each["max_task_retries"]) for each in actors.given] == [(-1, 7)] * 3
-    for actor in (ScorerActor, TextActor):
-        own = actor.__ray_metadata__.method_meta.max_task_retries
-        assert own == {"start": 0, "alive": 0, "close": 0}
+    with pytest.raises(DeadlineError, match=f"waited 600 s for {named} to load") as late:
+        start_text_processes(
+            TokenizerSource(directory="model"),
+            RewardConfig(),
+            environments=[{}] * 3,
+            node_ids=[""] * 3,
+            num_cpus=1,
+            note=lambda actor: None,
+        )
+    assert late.value.place == place

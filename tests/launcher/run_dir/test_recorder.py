@@ -26,7 +26,7 @@ from launcher.run_dir.wandb import Tracked, Tracker
 from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.config import CheckpointConfig
 from rollout.evaluation import EvaluationRow
-from rollout.failures import DeadlineError, Place, ProcessLostError
+from rollout.failures import DeadlineError, Place
 from rollout.pool import heartbeat
 from rollout.processes import ProcessId
 from rollout.rewards.text_actor import WrittenSamples
@@ -348,22 +348,6 @@ def test_samples_that_were_lost_with_a_node_are_counted_and_the_run_goes_on(
         recorder.finish()
     lost = [data["reward/steps_without_samples"] for _, data in run.logged if "timing_s/step" in data]
     assert lost == [0.0, 0.0, 1.0]
-
-
-def test_a_text_actor_that_is_lost_in_each_try_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def get(ref: str) -> ProcessId:
-        if ref == "samples":
-            raise ray.exceptions.ActorUnavailableError("the connection is closed", b"\0" * 16)
-        return ProcessId(node_id="n", pid=7, start_ticks=0, host="gpu-03")
-
-    monkeypatch.setattr(ray, "get", get)
-    monkeypatch.setattr(ray, "wait", lambda refs, timeout: (refs, []))
-    with RunDirectory(str(tmp_path / "run")) as directory:
-        recorder = recorder_of(directory, WandbRun(), RunProgress(2))
-        recorder.on_step(0, {"timing_s/step": 1.0}, [])
-        with pytest.raises(ProcessLostError, match=r"each try to write the samples.*`reward\.max_restarts`") as lost:
-            recorder.finish()
-    assert lost.value.place.role == "text actor"
 
 
 def test_samples_of_which_some_were_lost_with_a_node_are_counted(

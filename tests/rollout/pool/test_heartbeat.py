@@ -5,7 +5,6 @@ from dataclasses import dataclass, field, replace
 import pytest
 import ray
 
-from rollout.failures import Place, ProcessLostError
 from rollout.pool import heartbeat
 from rollout.pool.heartbeat import LOOK_EVERY_S, SILENT_S, START_S, Heartbeat
 from rollout.processes import ProcessId
@@ -79,22 +78,6 @@ def test_a_process_that_died_has_the_time_of_a_start_however_often_a_call_fails(
     beat = Heartbeat(actor, clock=lambda: actor.now)
     actor.says = "dead"
     assert actor.seconds_until_missed(beat, 2 * START_S) == pytest.approx(START_S, abs=4 * LOOK_EVERY_S)
-
-
-def test_a_process_that_does_not_start_twice_in_succession_is_lost(actor: Actor, killed_by_beats: "Ended") -> None:
-    beat = Heartbeat(actor, clock=lambda: actor.now, place=Place(role="scorer", ranks=(1,)))
-    for _ in range(3):  # starts that are late between others
-        actor.says = "dead"
-        assert actor.seconds_until_missed(beat, 2 * START_S) is not None
-        beat.end()
-        actor.says = "alive"
-        assert actor.seconds_until_missed(beat, 4 * LOOK_EVERY_S) is None
-    actor.says = "dead"
-    assert actor.seconds_until_missed(beat, 2 * START_S) is not None
-    beat.end()
-    with pytest.raises(ProcessLostError, match=r"scorer 1 was restarted, and has not answered for 600 s after") as lost:
-        actor.seconds_until_missed(beat, 2 * START_S)
-    assert lost.value.place == Place(role="scorer", ranks=(1,))
 
 
 def test_time_in_which_nobody_waits_does_not_count(actor: Actor) -> None:

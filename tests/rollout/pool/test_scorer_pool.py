@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import ray
 
-from rollout.failures import Place, ProcessLostError, TokensLostError
+from rollout.failures import TokensLostError
 from rollout.pool import heartbeat, scorer_pool
 from rollout.pool.group_places import Sampled, Scoring
 from rollout.pool.heartbeat import Heartbeat
@@ -86,18 +86,6 @@ def test_a_restart_is_told_once(given_answers: Answers, caplog: pytest.LogCaptur
         given_answers.answer = answer(pid)
         finish(pool, 0, 1)
     assert caplog.messages == ["scorer 0 died or was killed; process 2 has taken its place"]
-
-
-def test_a_call_that_lost_a_process_in_each_try_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool = ScorerPool([Scorer(), Scorer()], timeout_s=9.0)
-    pool.submit(group_of(2), [])
-    error = ray.exceptions.ActorUnavailableError("the connection is closed", b"\0" * 16)
-    monkeypatch.setattr(scorer_pool.ray, "get", lambda ref: (_ for _ in ()).throw(error))
-    with pytest.raises(
-        ProcessLostError, match=r"group 0 failed: .* in each try; `reward\.max_restarts` allows"
-    ) as lost:
-        finish(pool, 0, 2)
-    assert lost.value.place == Place(role="scorer", ranks=(0,))
 
 
 def test_events_of_workers_add_up_over_answers_and_scorers(given_answers: Answers) -> None:

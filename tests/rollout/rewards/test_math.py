@@ -326,6 +326,11 @@ def test_matrices_within_a_formula_are_read_whole(truth: str, part: str) -> None
     assert (score(rf"\boxed{{{truth.strip('$')}}}", truth), score(rf"\boxed{{{part}}}", truth)) == (1.0, 0.0)
 
 
+def test_a_determinant_is_its_value() -> None:
+    truth = r"\begin{vmatrix} 1 & 2 \\ 3 & 4 \end{vmatrix}"
+    assert (score(r"\boxed{-2}", truth), score(r"\boxed{4}", truth)) == (1.0, 0.0)
+
+
 def test_the_last_box_counts_alone_and_boxes_together_are_a_set() -> None:
     assert score(r"\boxed{33}, wait, \boxed{34}", "34") == 1.0
     assert score(r"\boxed{34}, wait, \boxed{33}", "34") == 0.0
