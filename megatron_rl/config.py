@@ -215,7 +215,8 @@ class CheckpointConfig(Config):
     every: int = Field(default=0, ge=0)
     """Steps between checkpoints. 0 means only after the last step."""
     keep_last: int = Field(default=2, gt=0)
-    """Number of checkpoints to keep. Older ones are removed once a newer one is complete."""
+    """Number of checkpoints to keep. Older ones are removed once a newer one is complete: first those that a run has
+    passed after it returned by hand to an earlier step."""
     keep_last_samples: int = Field(default=0, ge=0)
     """Number of newest steps whose files in `samples/` and `traces/` are kept, beside those of the first step. Older
     files are removed once a checkpoint is complete. Records of an engine's forwards go in files of 4 MiB or more. 0

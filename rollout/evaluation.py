@@ -232,7 +232,7 @@ def changes(rows: Iterable[EvaluationRow]) -> Sequence[Change]:
 
 
 def not_compared(rows: Iterable[EvaluationRow]) -> Sequence[str]:
-    """A sentence for each set and format whose evaluations of several steps hold no two `comparable` ones: it says why.
+    """A sentence for each set and format whose first and last evaluation are not `comparable`: it says why.
 
     Only rows of whole sets count.
     """
@@ -240,11 +240,13 @@ def not_compared(rows: Iterable[EvaluationRow]) -> Sequence[str]:
     for row in rows:
         if row.data_source == WHOLE_SET:
             by_set.setdefault((row.set_name, row.format), []).append(row)
-    return [
-        _why_not_compared(of_set)
-        for of_set in by_set.values()
-        if len({row.step for row in of_set}) > 1 and not changes(of_set)
-    ]
+    return [_why_not_compared(of_set) for of_set in by_set.values() if not _spanned(of_set)]
+
+
+def _spanned(of_set: Sequence[EvaluationRow]) -> bool:
+    """Whether one change goes from the first step to the last, or there is one step only."""
+    ends = min(row.step for row in of_set), max(row.step for row in of_set)
+    return ends[0] == ends[1] or ends in [(change.before.step, change.after.step) for change in changes(of_set)]
 
 
 def notes(rows: Sequence[EvaluationRow]) -> Sequence[str]:
@@ -282,9 +284,10 @@ def _why_not_compared(rows: Sequence[EvaluationRow]) -> str:
         if len(found) > 1:
             unknown = " (which an earlier version did not record)" if "" in found else ""
             reasons.append(f"{name}{unknown}")
+    every = "all " if changes(rows) else ""
     return (
         f"{rows[0].set_name}, {_format_label(rows[0])}: the evaluations after {_listed({row.step for row in rows})} "
-        f"steps are not compared, because they differ in {', '.join(reasons)}"
+        f"steps are not {every}compared, because they differ in {', '.join(reasons)}"
     )
 
 

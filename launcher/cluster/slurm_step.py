@@ -49,15 +49,15 @@ class SlurmStep:
         )
 
 
-def host_names(listed: str) -> tuple[str, ...]:
+def host_names(listed: str, *, variable: str = "SLURM_STEP_NODELIST") -> tuple[str, ...]:
     """Names in a host list of SLURM, for example n1, n2, n07 and m in `n[1-2,07],m`. Pure.
 
     Raises:
-        LaunchError: `listed` is no host list.
+        LaunchError: `listed`, the value of `variable`, is no host list.
     """
     if not re.fullmatch(rf"{_NAME}(?:,{_NAME})*", listed):
         raise LaunchError(
-            f"SLURM_STEP_NODELIST = {listed!r} is no host list such as n[1-2,07],m; start the command by srun, which "
+            f"{variable} = {listed!r} is no host list such as n[1-2,07],m; start the command by srun, which "
             "sets the variable"
         )
     names = []
@@ -85,9 +85,20 @@ def beside_allocation() -> bool:
     Raises:
         LaunchError: SLURM's list of the job's nodes is no host list.
     """
-    listed = os.environ.get("SLURM_JOB_NODELIST", "") if "SLURM_JOB_ID" in os.environ else ""
-    node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-    return bool(listed) and {node, node.partition(".")[0]}.isdisjoint(host_names(listed))
+    name = os.environ.get("SLURMD_NODENAME")
+    if name is None and "SLURM_PROCID" in os.environ:  # a task in a container, whose host name is its own
+        return False
+    node = name or socket.gethostname()
+    nodes = allocated_nodes()
+    return bool(nodes) and {node, node.partition(".")[0]}.isdisjoint(nodes)
+
+
+def allocated_nodes() -> tuple[str, ...]:
+    """Nodes of this process's step, else of its allocation; empty outside one. Errors as for `beside_allocation`."""
+    for variable in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"):
+        if "SLURM_JOB_ID" in os.environ and (listed := os.environ.get(variable)):
+            return host_names(listed, variable=variable)
+    return ()
 
 
 def has_several_tasks() -> bool:

@@ -23,11 +23,14 @@ def starts(folder: JobFolder) -> list[int]:
 
 
 def _was_refused(folder: JobFolder, job: str) -> bool:
-    """Whether the run of a job was refused before it had processes, as where another job has the run directory."""
+    """Whether the run of a job was refused before it had processes, as where another job has the run directory.
+
+    A start that has put its job back into the queue counts, so that nothing loops.
+    """
     start = JobFolder(path=folder.path.with_name(job), config=folder.config)
     code = start.path / "code"
     refused = code.exists() and code.read_text(encoding="utf-8").strip() == str(Ending.USER_INPUT.code)
-    return refused and not start.has_begun()
+    return refused and not start.has_begun() and not (start.path / "requeue").exists()
 
 
 def node_name() -> str:

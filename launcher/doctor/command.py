@@ -35,7 +35,7 @@ from launcher.cluster.node import NodeResources, cpu_model, node_resources
 from launcher.cluster.pairs import Endpoint
 from launcher.cluster.ports import free_ports
 from launcher.cluster.ray_cluster import joined_nodes
-from launcher.cluster.slurm_step import SlurmStep, beside_allocation, in_allocation
+from launcher.cluster.slurm_step import SlurmStep, allocated_nodes, beside_allocation, in_allocation
 from launcher.commands.slurm import recorded_times
 from launcher.config.schema import RunConfig
 from launcher.doctor.log_probabilities import compare_log_probabilities
@@ -61,10 +61,9 @@ def doctor(config: RunConfig, nodes: Sequence[NodeResources] = ()) -> int:
         ConfigError: the configuration cannot be run, although its files can be read.
     """
     slurm = config.cluster.slurm
-    over_nodes = f"srun --nodes={slurm.nodes} --ntasks-per-node=1 megatron-rl doctor CONFIG"
     is_beside = config.cluster.address == "local" and beside_allocation()
     if is_beside:
-        print(f"this machine is no node of the job; to check the job's nodes: {over_nodes}", flush=True)
+        print(f"this machine is no node of the job; to check the job's nodes: {_over(len(allocated_nodes()))}")
     num_red = 0
     for check in doctor_lines(config, () if config.cluster.address == "local" else nodes):
         num_red += bool(check.problem)
@@ -76,8 +75,12 @@ def doctor(config: RunConfig, nodes: Sequence[NodeResources] = ()) -> int:
             num_red += bool(check.problem)
             print(_line(check), flush=True)
     if slurm.nodes > 1 and not is_beside and "SLURM_STEP_NODELIST" not in os.environ:
-        print(f"over nodes: {over_nodes}")
+        print(f"over nodes: {_over(slurm.nodes)}")
     return Ending.USER_INPUT.code if num_red else 0
+
+
+def _over(num_nodes: int) -> str:
+    return f"srun --nodes={num_nodes} --ntasks-per-node=1 megatron-rl doctor CONFIG"
 
 
 def doctor_lines(config: RunConfig, joined: Sequence[NodeResources] = ()) -> Iterator[Check]:
@@ -132,7 +135,10 @@ def doctor_lines(config: RunConfig, joined: Sequence[NodeResources] = ()) -> Ite
 def _lines_without_nodes(config: RunConfig, directory: Path) -> Iterator[Check]:
     """Lines that need no node of the run."""
     spec = check_model(config.model)
-    yield run_disk(directory, config, spec, further_specs(config, spec))
+    try:
+        yield run_disk(directory, config, spec, further_specs(config, spec))
+    except ValueError as error:
+        yield Check(name="disk", value=str(directory), problem=f"`trainer.critic.model`: {error}")
     yield from run_checks(_run_checks(config, spec.vocab_size))
 
 

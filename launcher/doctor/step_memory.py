@@ -48,8 +48,12 @@ def least(step: Sequence[FreeMemory]) -> FreeMemory:
 
 
 def with_memory(nodes: Sequence[NodeResources], step: Sequence[FreeMemory]) -> tuple[NodeResources, ...]:
-    """Expected nodes with the figures of a step's nodes, one after the other. Further ones get the least. Pure."""
-    figures = [*step, *[least(step)] * len(nodes)]
+    """Expected nodes with the figures of a step's nodes, one after the other. Pure.
+
+    Of a longer step the nodes with the least memory count, because a job may use any. Further nodes get the least.
+    """
+    poorest = sorted(step, key=lambda free: free.available_bytes)[: len(nodes)]
+    figures = [*(step if len(step) <= len(nodes) else poorest), *[least(step)] * len(nodes)]
     return tuple(
         replace(node, available_bytes=free.available_bytes, shared_bytes=free.shared_bytes)
         for node, free in zip(nodes, figures, strict=False)

@@ -51,7 +51,7 @@ class Checkpoints:
         """Makes the folder of `begin(step)` the newest checkpoint; a thread removes all but the newest `keep_last`.
 
         Checkpoints of later steps stay and do not count: their run returned by hand to a step before them. Those that
-        it passes without a save of its own go, because they would take the place of its own.
+        it passes without a save of its own are the first to go.
         """
         before, self._before = self._before, str(step)
         passed = [each for each in self.steps() if before.isdecimal() and int(before) < each < step]
@@ -61,8 +61,8 @@ class Checkpoints:
         partial.rename(final)
         sync_folder(self._path)
         replace_text(self._path / "latest", f"{step}\n")
-        removed += [self._retire(each) for each in passed]
-        removed += [self._retire(old) for old in [each for each in self.steps() if each <= step][:-keep_last]]
+        own = [each for each in self.steps() if each <= step and each not in passed]
+        removed += [self._retire(old) for old in [*passed, *own][:-keep_last]]
         self._removal = threading.Thread(target=_remove, args=(removed,), name="old checkpoints")
         self._removal.start()
         return final

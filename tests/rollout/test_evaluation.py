@@ -148,7 +148,15 @@ def test_a_row_of_an_earlier_version_is_read_and_compared_with_its_like_only() -
 def test_evaluations_of_other_settings_are_not_compared_and_pairs_stand_in_the_order_of_their_rows() -> None:
     rows = [evaluated(step, settings) for step, settings in ((0, "z"), (5, "z"), (10, "a"), (20, "a"), (30, "b"))]
     assert [(each.before.step, each.after.step) for each in changes(rows)] == [(0, 5), (10, 20)]
-    assert not_compared(rows) == []
+    (said,) = not_compared(rows)
+    assert "after 0, 5, 10, 20, 30 steps are not all compared, because they differ in the set's file" in said
+
+
+def test_rows_of_an_earlier_version_do_not_hide_that_the_last_evaluation_is_left_out() -> None:
+    earlier = [evaluated(step, "s", run_settings="") for step in (0, 10)]
+    assert not_compared(earlier) == []
+    (said,) = notes([*earlier, evaluated(20, "s")])
+    assert "not all compared, because they differ in the chat template's arguments" in said
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def test_what_is_no_host_list_is_refused(listed: str) -> None:
         ({"_JOB_ID": "7", "_JOB_NODELIST": "gpu[05-08]"}, "gpu07.cluster.site", True, False),
         ({"_JOB_ID": "7", "_JOB_NODELIST": "gpu[05-08]"}, "login1", False, True),  # a shell of `salloc`
         ({"_JOB_ID": "7", "_JOB_NODELIST": "gpu[05-08]", "D_NODENAME": "gpu07"}, "a-container", True, False),
+        ({"_JOB_ID": "7", "_JOB_NODELIST": "gpu[05-08]", "_PROCID": "0"}, "a-container", True, False),
+        ({"_JOB_ID": "7", "_JOB_NODELIST": "a1", "_STEP_NODELIST": "b1", "D_NODENAME": "b1"}, "b1", True, False),
         ({"_JOB_ID": "7"}, "gpu07", True, False),
         ({}, "gpu07", False, False),
         ({"_JOB_NODELIST": "gpu[05-08]"}, "gpu07", False, False),
@@ -68,9 +70,18 @@ def test_what_is_no_host_list_is_refused(listed: str) -> None:
 def test_a_node_of_the_job_is_one_of_slurms_list(
     monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], host: str, inside: bool, beside: bool
 ) -> None:
-    for name in ("_JOB_ID", "_JOB_NODELIST", "D_NODENAME"):
+    for name in ("_JOB_ID", "_JOB_NODELIST", "_STEP_NODELIST", "_PROCID", "D_NODENAME"):
         monkeypatch.delenv(f"SLURM{name}", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(f"SLURM{name}", value)
     monkeypatch.setattr(socket, "gethostname", lambda: host)
     assert (in_allocation(), beside_allocation()) == (inside, beside)
+
+
+def test_an_error_names_the_variable_that_is_no_host_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SLURM_STEP_NODELIST", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[05-08")
+    with pytest.raises(LaunchError, match="SLURM_JOB_NODELIST = 'gpu"):
+        in_allocation()

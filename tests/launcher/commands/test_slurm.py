@@ -179,7 +179,10 @@ def test_a_job_waits_for_the_lock_of_an_earlier_start(job: JobFolder, capsys: py
         assert chosen.result(DEADLINE_S) == 0
 
 
-@pytest.mark.parametrize(("files", "counts"), [({"code": "2\n"}, False), ({"code": "2\n", "begun": ""}, True)])
+@pytest.mark.parametrize(
+    ("files", "counts"),
+    [({"code": "2\n"}, False), ({"code": "2\n", "begun": ""}, True), ({"code": "2\n", "requeue": ""}, True)],
+)
 def test_a_job_that_another_one_has_outrun_takes_none_of_its_requeues(
     job: JobFolder, files: dict[str, str], counts: bool
 ) -> None:

@@ -15,7 +15,7 @@ from launcher.cluster.node import NodeResources
 from launcher.config.loading import load
 from launcher.config.schema import ClusterConfig, RunConfig
 from launcher.doctor import command as doctor
-from launcher.doctor.step_memory import FreeMemory, read_memory, write_memory
+from launcher.doctor.step_memory import FreeMemory, read_memory, with_memory, write_memory
 from launcher.errors import ConfigError
 from rollout.config import RewardConfig
 from rollout.data.rows import PromptRow
@@ -320,6 +320,39 @@ def test_the_other_nodes_of_a_step_tell_their_memory_and_judge_nothing(
     (free,) = read_memory(folders[0], ["n2"])
     assert free == FreeMemory(node="n2", available_bytes=1 << 40, shared_bytes=5)
     assert read_memory(folders[0], ["n1", "n2"]) == ()
+
+
+def test_of_a_step_with_spare_nodes_those_with_the_least_memory_count() -> None:
+    step = [
+        FreeMemory(node=f"n{n}", available_bytes=free << 30, shared_bytes=5) for n, free in ((1, 900), (2, 800), (3, 8))
+    ]
+    assert [node.available_bytes >> 30 for node in with_memory([node_with(0)] * 2, step)] == [8, 800]
+    assert [node.available_bytes >> 30 for node in with_memory([node_with(0)] * 4, step)] == [900, 800, 8, 8]
+
+
+def test_a_shell_of_salloc_is_told_to_check_every_node_of_the_job(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"_JOB_ID": "7", "_JOB_NODELIST": "n[1-4]", "D_NODENAME": "login"}.items():
+        monkeypatch.setenv(f"SLURM{name}", value)
+    main(["doctor", str(config)])
+    assert "srun --nodes=4 --ntasks-per-node=1 megatron-rl doctor" in capsys.readouterr().out
+
+
+def test_a_broken_critic_is_a_line_also_without_a_ray_cluster(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(cluster: ClusterConfig) -> tuple[NodeResources, ...]:
+        raise ConfigError("no Ray cluster answers")
+
+    monkeypatch.setattr(doctor, "joined_nodes", none)
+    (tmp_path / "critic").mkdir()
+    (tmp_path / "critic" / "config.json").write_text('{"model_type": "unknown"}')
+    critic = ["algorithm.advantage=gae", f"trainer.critic.model={tmp_path / 'critic'}"]
+    assert main(["doctor", str(config), *JOINED, *critic]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    (disk,) = [line for line in lines if line[6:20].strip() == "disk"]
+    assert disk.startswith("FAIL") and "`trainer.critic.model`: " in disk and lines[-1][6:20].strip() == "wandb"
 
 
 def test_without_a_ray_cluster_the_lines_of_the_configuration_follow(

@@ -96,7 +96,8 @@ def test_the_table_compares_no_evaluations_of_another_k_or_number_of_prompts_and
     rows += [row(200, 0.8, k=16), row(150, 0.5, k=16)]
     console, text = plain()
     RunProgress(200, console).table(rows)
-    lines = [" ".join(line.split()) for line in text.getvalue().splitlines() if "held_out" in line]
+    *lines, said = [" ".join(line.split()) for line in text.getvalue().splitlines() if "held_out" in line]
+    assert "after 0, 100, 150, 200 steps are not all compared" in said
     assert [re.findall(r"(\d+) │ 512 │ (\d+ -> \d+) │ (0.\d+) │ (0.\d+)", line) for line in lines] == [
         [("4", "0 -> 100", "0.200", "0.300")],
         [("16", "150 -> 200", "0.500", "0.800")],

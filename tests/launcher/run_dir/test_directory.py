@@ -226,6 +226,23 @@ def test_checkpoints_of_an_abandoned_trajectory_push_out_none_of_the_one_that_go
     assert save(run, 12) == ["12", "9", "latest"]
 
 
+def test_checkpoints_of_an_abandoned_trajectory_stay_while_there_is_room(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+
+    def save(*steps: int, keep_last: int) -> list[int]:
+        with RunDirectory(tmp_path) as run:
+            for step in steps:
+                (run.begin_checkpoint(step) / "state.json").write_text(str(step))
+                run.finish_checkpoint(step, keep_last=keep_last)
+        return sorted(int(path.name) for path in folder.iterdir() if path.name.isdecimal())
+
+    save(10, 20, 30, 40, keep_last=100)
+    (folder / "latest").write_text("10\n")
+    assert save(15, 45, keep_last=100) == [10, 15, 20, 30, 40, 45]
+    (folder / "latest").write_text("15\n")
+    assert save(48, keep_last=4) == [10, 15, 45, 48]
+
+
 def test_a_newest_checkpoint_that_is_gone_is_refused_with_those_that_are_left(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoints"
     with RunDirectory(tmp_path) as run:
