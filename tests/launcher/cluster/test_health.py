@@ -1,4 +1,5 @@
 import os
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,10 +11,13 @@ from launcher.cluster.health import (
     choose_nodes,
     clock_difference_s,
     node_facts,
+    node_needs,
     node_problems,
     other_copies,
 )
 from launcher.cluster.node import package_versions
+from launcher.config.loading import load
+from launcher.config.schema import RunConfig
 
 NEEDS = NodeNeeds(
     paths=("/shared/model",),
@@ -71,6 +75,14 @@ def test_this_node_is_read(tmp_path: Path) -> None:
     needs = replace(NEEDS, paths=(str(tmp_path), "/no/such"), packages=package_versions(), num_gpus=0, shm_bytes=1)
     facts = node_facts(needs, tmp_path / "checks" / "me.canary")
     assert facts.unreadable == ("/no/such",) and abs(facts.clock_skew_s) < 0.5
+
+
+@pytest.mark.parametrize("critic", ["", "/shared/critic"])
+def test_a_node_needs_the_models_of_policy_and_critic(write_config: Callable[[str], Path], critic: str) -> None:
+    config = load(RunConfig, write_config(""), [f"trainer.critic.model={critic}"] if critic else [])
+    needs = node_needs(config, {})
+    assert needs.models == tuple(filter(None, (config.model, critic)))
+    assert needs.paths[: len(needs.models)] == needs.models and config.data.train[0].path in needs.paths
 
 
 def test_a_node_with_another_copy_of_the_model_is_named_with_the_files(tmp_path: Path) -> None:
