@@ -1,7 +1,9 @@
 """Limits of time for a process that may be stopped itself: by SIGSTOP, or together with its container.
 
 While it is stopped, clocks go on, and answers lie unread. So a wait consists of short looks, and the time beyond a look
-does not count: whoever is waited for is not judged by time in which nobody waited (decision 46).
+does not count: whoever is waited for is not judged by time in which nobody waited (decision 46). `Patience` is for one
+wait, `AwakeClock` for many at a time. A job that SLURM suspends stops with all its processes, so those that are waited
+for may have been stopped, too.
 """
 
 import time
@@ -39,3 +41,27 @@ class Patience:
         if passed_s > self._look_s + STOPPED_S:
             self.left_s = max(self.left_s, LOOK_S)
         return self.left_s <= 0
+
+
+class AwakeClock:
+    """Seconds of this process without those in which it was stopped.
+
+    It has to be read every `READ_EVERY_S`. A pause between two readings that is longer than `PAUSE_S` was a stop, and
+    counts as `READ_EVERY_S`.
+    """
+
+    READ_EVERY_S = 0.25
+    PAUSE_S = 2.0
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._read_s = clock()
+        self._awake_s = 0.0
+
+    def __call__(self) -> float:
+        """Seconds since the clock was made; mutates."""
+        now = self._clock()
+        passed_s = now - self._read_s
+        self._awake_s += passed_s if passed_s <= self.PAUSE_S else self.READ_EVERY_S
+        self._read_s = now
+        return self._awake_s

@@ -148,6 +148,8 @@ _VLLM = {
     "VLLM_LOGGING_LEVEL": "WARNING",
     # on CPU this puts the only rank of an engine into its core process: one process and 14 s less
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # of a forward, by the clock: a suspended job goes on later, and `engine.progress_timeout_s` finds engines that hang
+    "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS": str(30 * 24 * 3600),
     # the engine counts emitted tokens between two turns of its event loop; see `rollout.worker.vllm_compat.drain`
     "VLLM_V1_OUTPUT_PROC_CHUNK_SIZE": "1048576",
     # model runner 2, which vLLM >= 0.25 prefers on GPUs, has no `input_batch`, which the sampler and the drafts read

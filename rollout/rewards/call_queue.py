@@ -19,6 +19,8 @@ class Call:
     has_begun: bool = False
     """Whether the worker that has it now has received it."""
     num_tries: int = 0
+    given_s: float = 0.0
+    """When a worker got it, by the clock of `RewardWorkers`."""
     limit: asyncio.TimerHandle | None = None
     """Fires at its time limit; None before it is given to a worker."""
 

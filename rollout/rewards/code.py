@@ -30,7 +30,6 @@ import json
 import math
 import re
 import secrets
-import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -43,7 +42,7 @@ _FENCE = re.compile(r"^((?:(?!```).)*+)`{3,}+([ \t]*+[^\s`]*+)([^`\n]*+)$", re.M
 _LANGUAGES = ("", "py", "python", "python3")
 _TOLERANCE = 1e-6
 TOTAL_S = 60.0
-"""Wall seconds of all tests of a response."""
+"""Wall seconds of all tests of a response, as the sandbox counts them (`Limits.wall_s`)."""
 TOTAL_CPU_S = 60.0
 """CPU seconds of all tests of a response, over all processes. A program of one process meets `TOTAL_S` first."""
 _SPARE_CPU_S = 30.0
@@ -111,10 +110,11 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
     tests = list(_tests(program or "", ground_truth))
     if program is None:
         return {"score": 0.0, "has_program": 0.0, "timed_out": 0.0}
-    deadline, left_cpu_s = time.monotonic() + TOTAL_S, TOTAL_CPU_S
+    left_s, left_cpu_s = TOTAL_S, TOTAL_CPU_S
     for test in tests:
-        limits = _limits(extra_info, test, left_s=deadline - time.monotonic(), left_cpu_s=left_cpu_s)
+        limits = _limits(extra_info, test, left_s=left_s, left_cpu_s=left_cpu_s)
         outcome = run_program(test.program, stdin=test.stdin, limits=limits)
+        left_s -= outcome.wall_s
         left_cpu_s -= outcome.cpu_s
         if not _passes(test, outcome):
             timed_out = outcome.ending is Ending.TIMEOUT

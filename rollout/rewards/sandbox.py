@@ -19,7 +19,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,13 +27,14 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
+from rollout.patience import AwakeClock
 from rollout.rewards.process_tree import cpu_seconds, descendants, kill
 
 FIRST_USER_ID = 2_000_000
 """User ids of programs that root runs: above those of people and of containers' usual ranges."""
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
-_LOOK_EVERY_S = 0.25
+_LOOK_EVERY_S = AwakeClock.READ_EVERY_S
 """Interval in which the CPU seconds of all processes of a program are counted."""
 
 
@@ -54,6 +54,7 @@ class Limits:
     """Limits of one program."""
 
     wall_s: float = 6.0
+    """Without the time in which this process was stopped, and the program perhaps with it."""
     cpu_s: int = 5
     """Of each process."""
     total_cpu_s: float = math.inf
@@ -80,6 +81,8 @@ class Outcome:
     cpu_s: float = 0.0
     """CPU seconds of all its processes but those that were killed at its end. It is 0 if this process does not adopt
     orphans (`adopt_orphans`)."""
+    wall_s: float = 0.0
+    """Seconds that it took, as `Limits.wall_s` counts them."""
 
 
 def isolation_problem() -> str:
@@ -141,14 +144,14 @@ def run_program(source: str, *, stdin: str = "", limits: Limits | None = None) -
 
 def _wait(process: "subprocess.Popen[bytes]", output: IO[bytes], limits: Limits) -> Outcome:
     """Read to the end of the output, within the limits."""
-    began = time.monotonic()
-    deadline = began + limits.wall_s
-    look = min(deadline, began + _LOOK_EVERY_S)
+    clock = AwakeClock()
+    deadline = limits.wall_s
+    look = min(deadline, _LOOK_EVERY_S)
     text, ending = bytearray(), Ending.EXITED
     with selectors.DefaultSelector() as selector:
         selector.register(output, selectors.EVENT_READ)
         while True:
-            if (now := time.monotonic()) >= look:
+            if (now := clock()) >= look:
                 if now >= deadline or _used_cpu_s(process.pid) >= limits.total_cpu_s:
                     ending = Ending.TIMEOUT
                     break
@@ -162,15 +165,23 @@ def _wait(process: "subprocess.Popen[bytes]", output: IO[bytes], limits: Limits)
                 break
             if not block:
                 break
-    try:
-        code = process.wait(timeout=0 if ending is not Ending.EXITED else max(0.0, deadline - time.monotonic()))
-    except subprocess.TimeoutExpired:
+    code = _code(process, clock, deadline) if ending is Ending.EXITED else process.poll()
+    if code is None:
         process.kill()  # bubblewrap's first process dies with it, and all others with that one
         code = process.wait()
         ending = Ending.TIMEOUT if ending is Ending.EXITED else ending
     if code in (128 + 24, 128 + 9, -24) and ending is Ending.EXITED:  # SIGXCPU, then SIGKILL
         ending = Ending.TIMEOUT
-    return Outcome(ending=ending, code=code, output=bytes(text[: limits.output_bytes]).decode("utf-8", "replace"))
+    shown = bytes(text[: limits.output_bytes]).decode("utf-8", "replace")
+    return Outcome(ending=ending, code=code, output=shown, wall_s=clock())
+
+
+def _code(process: "subprocess.Popen[bytes]", clock: AwakeClock, deadline: float) -> int | None:
+    """Exit code of a program that has closed its output; None if it goes on until the deadline."""
+    while (code := process.poll()) is None and (left_s := deadline - clock()) > 0:
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(min(left_s, _LOOK_EVERY_S))
+    return code
 
 
 def _used_cpu_s(pid: int) -> float:

@@ -9,6 +9,8 @@ Invariants:
 * A call fails for the end of a worker only if it was alone there. Calls that shared a worker run again, each alone.
 * A call that was alone in a worker runs once more if the worker was killed or frozen from outside.
 * A call that a worker has not begun is repeated.
+* The time of a call is that in which this process was not stopped (`AwakeClock`). One that its worker has ended as late
+  earlier than that runs again: the whole job was suspended.
 * Among calls that wait, the oldest is begun first. While it needs a worker alone, one worker takes no other calls, and
   is empty within `reward.timeout_s` and a grace; the others go on. Such calls run in turn, or in empty workers.
 
@@ -29,6 +31,7 @@ from os import environ
 
 from rollout.config import RewardConfig
 from rollout.failures import PlacedError, ProcessLostError, RewardBrokenError, brief
+from rollout.patience import AwakeClock
 from rollout.rewards.call import RewardOutcome, RewardRequest, late_outcome
 from rollout.rewards.call_queue import Call, CallQueue
 from rollout.rewards.frames import Answer, Begun, Ended, Numbered, Ready, frame, read_answer
@@ -39,7 +42,7 @@ from rollout.types import WorkerEvents
 
 GRACE_S = 2.0
 """Time for a worker to answer after it has cancelled a late call; then a call must block the event loop."""
-_LOOK_EVERY_S = 0.25
+_LOOK_EVERY_S = AwakeClock.READ_EVERY_S
 """Interval in which CPU seconds and processes are counted."""
 _MAX_FAILED_STARTS = 5
 """Workers that die in succession before they are ready; then none can start."""
@@ -96,6 +99,7 @@ class RewardWorkers:
         """Reward of a late call that the function's module declares, once started."""
         self._workers: dict[int, _Worker] = {}
         self._queue = CallQueue()
+        self._clock = AwakeClock()
         self._numbers = itertools.count()
         self._num_failed_starts = 0
         self._per_worker = 1
@@ -223,8 +227,16 @@ class RewardWorkers:
         worker.writer.write(frame(Numbered(number=call.number, request=call.request)))
         grace_s = 0.0 if self._per_worker == 1 else GRACE_S
         limit_s = self._config.timeout_s + grace_s
-        late = late_outcome(self._config.timeout_s)
-        call.limit = asyncio.get_running_loop().call_later(limit_s, self._end, worker, late)
+        call.given_s = self._clock()
+        call.limit = asyncio.get_running_loop().call_later(limit_s, self._late, worker, call, limit_s)
+
+    def _late(self, worker: _Worker, call: Call, limit_s: float) -> None:
+        """End the worker of a call that is late, unless this process was stopped meanwhile."""
+        left_s = call.given_s + limit_s - self._clock()
+        if left_s > 0:
+            call.limit = asyncio.get_running_loop().call_later(left_s, self._late, worker, call, limit_s)
+        else:
+            self._end(worker, late_outcome(self._config.timeout_s))
 
     def _end(self, worker: _Worker, verdict: RewardOutcome) -> None:
         """Have a worker killed, with its group."""
@@ -246,16 +258,19 @@ class RewardWorkers:
             if is_culprit or call.num_tries >= _MAX_TRIES:
                 call.settle(verdict)
             else:
-                call.stop_clock()
-                self._num_repeated += 1
-                self._queue.add(call, alone=call in suspects)
                 frozen = ", and was frozen" if worker.was_frozen else ""
-                _log.warning("a call runs again, because its worker was lost: %s%s", verdict.error, frozen)
+                self._again(call, f"its worker was lost: {verdict.error}{frozen}", alone=call in suspects)
         if self._num_failed_starts >= _MAX_FAILED_STARTS:
             text = f"reward.function: {self._config.function}: {self._num_failed_starts} workers in succession died "
             self._give_up(RewardBrokenError(f"{text}before their first call: {_exit_text(code)}; see the scorer's log"))
         elif self._broken is None:
             asyncio.get_running_loop().call_later(_RETRY_S * self._num_failed_starts, self._start_worker)
+
+    def _again(self, call: Call, reason: str, *, alone: bool = False) -> None:
+        call.stop_clock()
+        self._num_repeated += 1
+        self._queue.add(call, alone=alone)
+        _log.warning("a call runs again: %s", reason)
 
     def _give_up(self, error: PlacedError) -> None:
         """No call will ever run."""
@@ -332,7 +347,12 @@ class RewardWorkers:
             self._ended(worker, answer)
 
     def _ended(self, worker: _Worker, answer: Ended) -> None:
-        worker.calls.pop(answer.number).settle(answer.outcome)
+        call = worker.calls.pop(answer.number)
+        if answer.outcome.is_late and self._clock() - call.given_s < self._config.timeout_s:
+            call.num_tries -= 1  # a job may be suspended many times
+            self._again(call, "it ended as late while this job was suspended")
+        else:
+            call.settle(answer.outcome)
         self._num_strays += answer.num_strays
         if not worker.calls:
             worker.runs_alone = False
@@ -355,6 +375,7 @@ class RewardWorkers:
         cpu_s, num_processes = self._config.cpu_s, self._config.max_processes
         while True:
             await asyncio.sleep(_LOOK_EVERY_S)
+            self._clock()
             self._end_hung_server()
             for worker in [w for w in self._workers.values() if w.calls and w.verdict is None]:
                 family = descendants(worker.pid)

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from rollout.patience import LOOK_S, Patience
+from rollout.patience import LOOK_S, AwakeClock, Patience
 
 
 @dataclass
@@ -38,3 +38,13 @@ def test_time_in_which_the_waiting_process_was_stopped_does_not_count() -> None:
 def test_after_a_stop_in_the_last_look_there_is_another_one() -> None:
     clock = Clock()
     assert looks(Patience(2 * LOOK_S, clock), clock, stopped_in={1: 3600.0}) == 3
+
+
+def test_the_awake_clock_leaves_out_the_time_in_which_its_process_was_stopped() -> None:
+    clock = Clock(100.0)
+    awake = AwakeClock(clock)
+    readings = []
+    for passed_s in (0.25, 1.5, 3600.0, 0.25, 2.5, 0.0):
+        clock.now += passed_s
+        readings.append(awake())
+    assert readings == [0.25, 1.75, 2.0, 2.25, 2.5, 2.5]

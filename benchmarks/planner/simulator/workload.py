@@ -1,6 +1,6 @@
 """Responses with long-tailed lengths, and forecasts with a chosen correlation with them."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -77,14 +77,18 @@ def single_responses(workload: Workload) -> Workload:
 def replayed(traces: Iterable[Trace]) -> Workload:
     """Recorded responses by step, with the forecasts that a run would have made.
 
-    Steps whose number of groups or group size differs from the first step's are left out.
+    Steps whose number of groups or group size differs from the first step's are left out. A prompt that a step has
+    twice, because an epoch ends amid the step, has two groups there.
 
     Raises:
         ValueError: there are no traces.
     """
-    steps: defaultdict[int, defaultdict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
+    steps: defaultdict[int, defaultdict[tuple[str, int], list[int]]] = defaultdict(lambda: defaultdict(list))
+    seen = Counter[tuple[int, str, int]]()
     for trace in traces:
-        steps[trace.step][trace.prompt_id].append(max(len(trace.response_ids), 1))
+        sample = (trace.step, trace.prompt_id, trace.sample)
+        steps[trace.step][trace.prompt_id, seen[sample]].append(max(len(trace.response_ids), 1))
+        seen[sample] += 1
     if not steps:
         raise ValueError("there are no traces to replay")
     first = steps[min(steps)]
@@ -94,9 +98,9 @@ def replayed(traces: Iterable[Trace]) -> Workload:
         groups = steps[step]
         if len(groups) != shape[0] or any(len(group) != shape[1] for group in groups.values()):
             continue
-        forecasts += [book.expected(prompt_key(prompt_id)) for prompt_id in groups]
+        forecasts += [book.expected(prompt_key(prompt_id)) for prompt_id, _ in groups]
         lengths += groups.values()
-        for prompt_id, group in groups.items():
+        for (prompt_id, _), group in groups.items():
             book.observe(prompt_key(prompt_id), step, group)
     return Workload(
         lengths=np.array(lengths, dtype=np.float64), forecasts=np.array(forecasts), groups_per_step=shape[0]

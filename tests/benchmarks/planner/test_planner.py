@@ -224,6 +224,16 @@ def test_recorded_responses_are_replayed_with_the_forecasts_of_a_run(tmp_path):
         replayed([])
 
 
+def test_a_prompt_that_a_step_has_twice_is_replayed_as_two_groups():
+    """An epoch that ends amid a step can bring it a prompt again."""
+    traces = recorded(num_steps=2)
+    again = [replace(trace, prompt_id="t/0") if trace.prompt_id == "t/5" and trace.step else trace for trace in traces]
+    found = replayed(again)
+    assert found.num_steps == 2
+    np.testing.assert_array_equal(found.lengths, replayed(traces).lengths)
+    assert found.forecasts[6] == found.forecasts[11]
+
+
 def test_speeds_are_read_from_a_record_of_step_times(tmp_path):
     rows = [
         {

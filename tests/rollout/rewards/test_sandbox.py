@@ -200,3 +200,33 @@ def test_a_machine_whose_bubblewrap_cannot_isolate_is_told_why_and_what_to_permi
     problem = sandbox._isolation_problem.__wrapped__()
     assert problem.startswith(f"bubblewrap cannot isolate a program here ({reason}")
     assert "kernel.unprivileged_userns_clone=1" in problem and problem.endswith("or run as root")
+
+
+def test_a_program_is_not_late_by_time_in_which_the_whole_job_was_stopped() -> None:
+    """As if SLURM suspended the job: the process that waits for the program is stopped with it."""
+    scorer = subprocess.Popen([sys.executable, "-c", SLEEPS], stdout=subprocess.PIPE, text=True)
+    started = time.monotonic()
+    while not (inside := [each for each in family(scorer.pid) if "/tmp/program.py" in each.cmdline()]):
+        assert time.monotonic() < started + DEADLINE_S
+        time.sleep(0.05)
+    stopped = [psutil.Process(scorer.pid), *family(scorer.pid)]
+    assert inside[0] in stopped
+    for process in stopped:
+        process.suspend()
+    time.sleep(9.0)
+    for process in stopped:
+        process.resume()
+    output, _ = scorer.communicate(timeout=DEADLINE_S)
+    assert output.split() == ["exited", "0"]
+
+
+SLEEPS = """
+from rollout.rewards.sandbox import Limits, run_program
+
+outcome = run_program("import time; time.sleep(3.0)", limits=Limits(wall_s=8.0))
+print(outcome.ending, outcome.code)
+"""
+
+
+def family(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)

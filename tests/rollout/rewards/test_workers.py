@@ -165,6 +165,67 @@ def test_a_call_whose_worker_is_killed_or_frozen_from_outside_runs_again(workers
     assert calls.workers.take_events() == WorkerEvents(num_restarts=1, num_repeated=1)
 
 
+STOPPED_S = 4.0
+"""Longer than a pause that the scorer's clock counts, and than the time limit of these calls."""
+
+
+def test_a_call_is_not_late_by_time_in_which_the_scorer_was_stopped(workers_of, tmp_path):
+    """The answer lies unread when the scorer goes on."""
+    calls = workers_of(timeout_s=3.0)
+
+    async def score() -> RewardOutcome:
+        outcome = calls.workers.submit(calls.request(f"note and wait {tmp_path / 'pid'} {tmp_path / 'end'}"))
+        await written(tmp_path / "pid")
+        (tmp_path / "end").touch()
+        time.sleep(STOPPED_S)  # the event loop stands still, as if its process was stopped
+        return await outcome
+
+    assert calls.loop.run(score()).reward == 1.0
+    assert calls.workers.take_events() == WorkerEvents()
+
+
+def test_a_call_that_goes_on_after_a_stop_of_the_whole_job_has_the_rest_of_its_time(workers_of, tmp_path):
+    calls = workers_of(timeout_s=3.0)
+
+    async def score() -> tuple[RewardOutcome, RewardOutcome]:
+        outcome = calls.workers.submit(calls.request(f"note and wait {tmp_path / 'pid'} {tmp_path / 'end'}"))
+        stop(int(await written(tmp_path / "pid")))
+        await asyncio.sleep(0.5)
+        (tmp_path / "end").touch()
+        return await outcome, await calls.workers.submit(calls.request("hang"))
+
+    ended, hung = calls.loop.run(score())
+    assert ended.reward == 1.0 and hung.error == "over the limit of 3.0 s"
+    assert calls.workers.take_events() == WorkerEvents(num_restarts=1)
+
+
+def test_an_asynchronous_call_that_a_stop_of_the_whole_job_made_late_runs_again(workers_of, tmp_path):
+    calls = workers_of(f"{FUNCTIONS}.patient", timeout_s=3.0)
+
+    async def score() -> RewardOutcome:
+        outcome = calls.workers.submit(calls.request(f"meet {tmp_path} 2 one"))
+        while not (tmp_path / "one").exists():
+            await asyncio.sleep(0.01)
+        (worker,) = [worker for worker in calls.workers._workers.values() if worker.calls]
+        stop(worker.pid)
+        deadline = time.monotonic() + DEADLINE_S
+        while not calls.workers._num_repeated:
+            assert time.monotonic() < deadline and not outcome.done()
+            await asyncio.sleep(0.01)
+        (tmp_path / "other").touch()
+        return await outcome
+
+    assert calls.loop.run(score()).reward == 1.0
+    assert calls.workers.take_events() == WorkerEvents(num_repeated=1)
+
+
+def stop(worker: int) -> None:
+    """The worker and this process, which is the scorer, stand still for a while."""
+    os.kill(worker, signal.SIGSTOP)
+    time.sleep(STOPPED_S)
+    os.kill(worker, signal.SIGCONT)
+
+
 @pytest.mark.parametrize("text", ["burn", "burn below"])
 def test_a_call_over_its_cpu_seconds_is_late_and_the_next_call_has_all_of_its_own(workers_of, text):
     calls = workers_of(cpu_s=1.0, timeout_s=DEADLINE_S)
