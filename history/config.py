@@ -18,6 +18,14 @@ from pydantic import BaseModel, ConfigDict, Field
 
 MOST_SHARDS = 16
 """Most shards by default. Every engine sends to each shard, and every reader fetches from each."""
+MOST_PROCESSES = 10_000
+"""Upper bound of numbers of processes of a kind, and of nodes. Checks plan every one of them before they refuse."""
+LONGEST_S = 1e9
+"""Upper bound of time limits in seconds, three decades: timers of Python and torch overflow at 9.2e9 s."""
+MOST_BYTES = (1 << 63) - 1
+"""Upper bound of sizes that the system receives as a signed number of 64 bits."""
+MOST_SEED = (1 << 63) - 1
+"""Upper bound of seeds: torch takes up to 64 bits, and Megatron adds a number for each rank."""
 
 
 class Config(BaseModel):
@@ -41,7 +49,7 @@ class HistoryConfig(Config):
     """Longest draft of one request in one forward. The cost model decides in every forward how much is verified."""
     baseline_engines: tuple[int, ...] = ()
     """Numbers of engines that run without drafts, as a baseline."""
-    num_shards: int = Field(default=0, ge=0)
+    num_shards: int = Field(default=0, ge=0, le=MOST_PROCESSES)
     """Actors that hold the history; each holds a share of the prompts. 0: one for each node of the run, at most 16."""
     budget_bytes: int = Field(default=2 << 30, gt=0)
     """Upper bound of the token bytes in all shards together. Above it, the prompts of least value are evicted."""

@@ -1,13 +1,18 @@
-"""Compiles functions of the history with numba: without the interpreter's lock, once per installation.
+"""Compiles functions with numba: without the interpreter's lock, once per installation.
 
-numba caches machine code on disk. Its cache notices changes of the function's own file only, not of kernels from other
-files that were inlined. Every kernel here is therefore stamped with all files of the package that hold kernels, in
-every folder: a change of one file recompiles all kernels.
+numba caches machine code on disk: beside the source, in the home directory, or in NUMBA_CACHE_DIR. Where none can be
+written, the cache is a folder of this user in the temporary directory.
+
+The cache notices changes of the function's own file only, not of kernels from other files that were inlined. Every
+`kernel` is therefore stamped with all files of the package that hold kernels, in every folder: a change of one file
+recompiles all kernels. Other packages use `compiled`.
 
 Only modules that hold kernels import this one. Importing numba before vLLM's CPU worker has initialised breaks the
 registration of vLLM's operators, so code inside an engine imports these modules late.
 """
 
+import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -19,6 +24,8 @@ from llvmlite import ir  # type: ignore[import-untyped]
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from history.own_files import make_private_folder
 
 CACHE_LINE = 64
 """Bytes."""
@@ -37,15 +44,42 @@ def _stamp() -> tuple[tuple[str, int, int], ...]:
 _STAMP = _stamp()
 
 
+def compiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Compile `function` at its first call, or load it from the cache. It may call functions of its own file only.
+
+    Division by zero behaves as in numpy.
+    """
+    typed: Callable[P, T] = _njit(function)
+    return typed
+
+
+def _njit(function: Callable[P, T], **options: bool) -> Any:  # noqa: ANN401
+    """Numba's dispatcher, with a cache.
+
+    Raises:
+        PlantedError: numba finds no folder for its cache, and another user has made ours.
+    """
+    decorator = numba.njit(cache=True, nogil=True, error_model="numpy", **options)
+    try:
+        return decorator(function)
+    except RuntimeError as error:
+        if "no locator available" not in str(error):
+            raise
+    folder = Path(tempfile.gettempdir()) / f"mrl-numba-{os.geteuid()}"
+    make_private_folder(folder)  # numba unpickles what lies there
+    numba.config.CACHE_DIR = str(folder)
+    return decorator(function)
+
+
 def kernel(function: Callable[P, T]) -> Callable[P, T]:
     """Compile `function` at its first call, or load it from the cache. Division by zero behaves as in numpy.
 
     The kernel is inlined into kernels that call it. Passing a state of thirty arrays (two hundred words) took a fifth
     of a draft's time.
     """
-    compiled = numba.njit(cache=True, nogil=True, error_model="numpy", forceinline=True)(function)
-    compiled._cache._cache_file._source_stamp = _STAMP
-    typed: Callable[P, T] = compiled
+    dispatcher = _njit(function, forceinline=True)
+    dispatcher._cache._cache_file._source_stamp = _STAMP
+    typed: Callable[P, T] = dispatcher
     return typed
 
 

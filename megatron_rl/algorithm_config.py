@@ -30,7 +30,8 @@ KlEstimator = Literal["k1", "k2", "k3", "k3_unbiased"]
 class KlConfig(Config):
     """Divergence of the policy from a reference policy, as a cost.
 
-    With d = ref_logprobs - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d.
+    With d = ref_logprobs - logprobs: k1 = -d, k2 = d^2 / 2, k3 = exp(d) - 1 - d. In the reward, k3 of a token is at
+    most 10, and `actor/reward_kl_bounded` counts the tokens beyond.
     """
 
     place: Literal["none", "loss", "reward"] = "none"
@@ -92,7 +93,7 @@ class AlgorithmConfig(Config):
     """Epochs over the samples of a step. A step makes `num_epochs x num_mini_batches` optimizer steps."""
     filter: Annotated[Choice, FILTERS] = ZeroVariance()
     """Which groups are trained on. Dropped groups are counted."""
-    max_refill: float = Field(default=0.0, ge=0)
+    max_refill: float = Field(default=0.0, ge=0, le=1000)
     """Dynamic sampling (DAPO): groups that nothing can be learned from are replaced in the same step. A step then
     trains on `prompts_per_step` groups with signal. This is the most that it samples beyond them, as a multiple of
     `prompts_per_step`; 2 suffices while 40 % of groups have signal. 0 turns it off."""

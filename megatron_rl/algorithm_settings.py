@@ -19,7 +19,8 @@ _PACKAGE = "megatron_rl.algorithm"
 
 class ZeroVariance(Choice):
     """Drops groups without signal: their advantages are all zero or, where the trainer computes advantages of one's
-    own, their rewards are all equal. Refused with `discounted_returns` and `gae`, which learn from equal rewards too.
+    own, their rewards are all equal but for rounding. Refused with `discounted_returns` and `gae`, which learn from
+    equal rewards too.
     """
 
     path: ClassVar[str] = f"{_PACKAGE}.filters.zero_variance"

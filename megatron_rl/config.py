@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import Field, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
-from history.config import Config
+from history.config import LONGEST_S, MOST_PROCESSES, Config
 from megatron_rl.algorithm_config import AlgorithmConfig as AlgorithmConfig
 from megatron_rl.correction_config import CorrectionConfig as CorrectionConfig
 from megatron_rl.correction_config import RejectionConfig as RejectionConfig
@@ -33,7 +33,7 @@ class ParallelConfig(Config):
     """Tensor-parallel size. Sequence parallelism is on if it is above 1."""
     pipeline: int = Field(default=1, gt=0)
     """Pipeline-parallel size."""
-    data: int = Field(default=1, gt=0)
+    data: int = Field(default=1, gt=0, le=MOST_PROCESSES)
     """Data-parallel size."""
     expert: int = Field(default=1, gt=0)
     """Expert-parallel size: experts of a layer are spread over this many data-parallel ranks. Must divide `data`."""
@@ -150,9 +150,9 @@ class TrainerConfig(Config):
     `optimizer`: gradients, master weights and moments. `all`: the weights as well."""
     cpu_threads: int = Field(default=1, gt=0)
     """Threads of each trainer rank. CPU only."""
-    timeout_s: float = Field(default=1800.0, gt=0)
+    timeout_s: float = Field(default=1800.0, gt=0, le=LONGEST_S)
     """Deadline of one call to all trainer ranks. A missed deadline ends the trainer and names the late ranks."""
-    progress_timeout_s: float = Field(default=600.0, gt=0)
+    progress_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """A trainer whose ranks make no progress for this long during a call is ended and counts as dead. Progress is a
     micro batch, a tensor, a bucket, or a MiB of a file. It must be longer than the first micro batch, which compiles
     kernels on a GPU. `timeout_s` still bounds the whole call."""
@@ -192,14 +192,14 @@ class PublishConfig(Config):
     """Length of the fixed probe prompt by which every publish is checked. Shorter prompts find fewer faults. It is
     below the longest sequence of the run, and one forward of an engine holds it (`engine.vllm.max_num_batched_tokens`).
     """
-    timeout_s: float = Field(default=300.0, gt=0)
+    timeout_s: float = Field(default=300.0, gt=0, le=LONGEST_S)
     """Deadline of one publish. The error names the late ranks."""
     in_flight: InFlight = "recompute"
     """How running responses continue after new weights arrive. `recompute`: their keys and values are recomputed with
     the new weights. `keep_kv`: they continue at once with keys and values of the old weights. No later response
     shares those, and the trainer cannot recompute such log-probabilities. `drain`: no response starts until all running
     ones have finished."""
-    drain_timeout_s: float = Field(default=3600.0, gt=0)
+    drain_timeout_s: float = Field(default=3600.0, gt=0, le=LONGEST_S)
     """Longest time that `drain` waits for running responses."""
     delta: bool = False
     """Send only codes that have changed since the last publish. The trainer keeps a copy of the 8-bit weights, and so

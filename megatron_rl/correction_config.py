@@ -35,7 +35,7 @@ class RejectionConfig(Config):
     high: float = Field(gt=0)
     """Upper bound: of k2 and k3 themselves (0.01 is common for `seq_mean_k3`), of the ratio exp(k1) for k1."""
     low: float = Field(default=0.0, ge=0)
-    """Lower bound of the ratio exp(k1); k1 only. 0 means 1 / high."""
+    """Lower bound of the ratio exp(k1), at most 1; refused for k2 and k3. 0 means 1 / high."""
 
 
 class CorrectionConfig(Config):
@@ -51,9 +51,10 @@ class CorrectionConfig(Config):
     """Kind of importance weight. `tis_*` truncates the ratio per token or sequence. `icepop*` sets ratios outside a
     band to zero. `mis_*` masks whole sequences whose ratio is outside the band."""
     cap: float = Field(default=2.0, gt=0)
-    """Upper bound of the ratio: the cap of truncated importance sampling, or the upper end of the band."""
+    """Upper bound of the ratio: the cap of truncated importance sampling, or the upper end of the band. At least 1,
+    the ratio of equal log-probabilities."""
     low: float = Field(default=0.5, ge=0)
-    """Lower end of the band (`icepop*`, `mis_*`)."""
+    """Lower end of the band (`icepop*`, `mis_*`), at most 1."""
     veto_ratio: float = Field(default=0.0, ge=0)
     """Sequences with a token whose ratio is below this are rejected and counted (1e-4 is common). 0 turns this off."""
     batch_normalize: bool = False

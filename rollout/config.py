@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field, PositiveFloat, field_validator
 from pydantic_core import PydanticCustomError
 
-from history.config import Config
+from history.config import LONGEST_S, MOST_BYTES, MOST_PROCESSES, Config
 
 Format = Literal["bf16", "int8", "fp8_channel", "fp8_block"]
 """Weight formats of an engine."""
@@ -82,7 +82,7 @@ class SamplingConfig(Config):
 class EngineConfig(Config):
     """The vLLM engines."""
 
-    num_engines: int = Field(default=1, gt=0)
+    num_engines: int = Field(default=1, gt=0, le=MOST_PROCESSES)
     """Number of engines."""
     tensor_parallel: int = Field(default=1, gt=0)
     """Tensor-parallel size of one engine."""
@@ -129,11 +129,11 @@ class EngineConfig(Config):
     max_restarts: int = Field(default=3, ge=0)
     """Most restarts of dead engines, all together, within the last 100 finished steps; one more death ends the run.
     Interrupted groups resume on any engine."""
-    progress_timeout_s: float = Field(default=600.0, gt=0)
+    progress_timeout_s: float = Field(default=600.0, gt=0, le=LONGEST_S)
     """An engine that emits no token for this long, although it has responses to sample, is ended and counts as dead."""
-    start_timeout_s: float = Field(default=1200.0, gt=0)
+    start_timeout_s: float = Field(default=1200.0, gt=0, le=LONGEST_S)
     """Deadline of engines that start together. The first start on a node compiles kernels and captures CUDA graphs."""
-    update_timeout_s: float = Field(default=300.0, gt=0)
+    update_timeout_s: float = Field(default=300.0, gt=0, le=LONGEST_S)
     """Deadline of a weight update on an engine. An engine that misses it is fenced, and the error names it."""
     vllm: dict[str, str | int | float | bool] = {}
     """Further engine arguments of vLLM, passed unchanged. vLLM checks their names before a run starts, and their values
@@ -222,21 +222,21 @@ class RewardConfig(Config):
     function: str = "rollout.rewards.exact.compute_score"
     """Dotted path of `compute_score(data_source, solution_str, ground_truth, extra_info) -> float | dict`. It may be an
     `async def`."""
-    num_scorers: int = Field(default=1, gt=0)
+    num_scorers: int = Field(default=1, gt=0, le=MOST_PROCESSES)
     """Number of scorers. They take the nodes of the run in turn, and each has `num_workers` workers."""
     num_workers: int = Field(default=1, gt=0)
     """Number of responses that a scorer scores at a time, over all its groups; each has a worker process."""
     async_concurrency: int = Field(default=16, gt=0)
     """Number of calls that a worker awaits at a time if the function is an `async def`."""
-    timeout_s: float = Field(default=10.0, gt=0)
+    timeout_s: float = Field(default=10.0, gt=0, le=LONGEST_S)
     """Time limit for scoring one response."""
-    cpu_s: float = Field(default=120.0, gt=0)
+    cpu_s: float = Field(default=120.0, gt=0, le=LONGEST_S)
     """Most CPU seconds of a call, with all processes that it starts. A call that needs more counts as late."""
     max_processes: int = Field(default=64, gt=0)
     """Most processes that a call has at a time, beside its worker. A call that has more fails."""
-    memory_bytes: int = Field(default=8 << 30, gt=0)
+    memory_bytes: int = Field(default=8 << 30, gt=0, le=MOST_BYTES)
     """Most memory of a reward worker, and of each process that it starts. A call that needs more fails."""
-    max_file_bytes: int = Field(default=1 << 30, gt=0)
+    max_file_bytes: int = Field(default=1 << 30, gt=0, le=MOST_BYTES)
     """Largest file that a reward worker may write. A call that writes more fails."""
     environment: tuple[str, ...] = ()
     """Names of environment variables that the function needs, such as the key of a service. Each must be set where the

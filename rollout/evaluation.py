@@ -16,7 +16,7 @@ their mean is shown without per cent and points, and `other_scales` says why.
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from statistics import fmean
 from typing import Self
@@ -74,10 +74,18 @@ class EvaluationRow:
     def from_row(cls, row: Mapping[str, object]) -> Self:
         """The inverse of `as_row`; a row of an earlier version lacks `settings`, `run_settings` or `outside`.
 
+        Fields of later versions are ignored.
+
         Raises:
-            TypeError: the row has other fields.
+            TypeError: a field is missing, or its value is of another type.
         """
-        return cls(**row)  # type: ignore[arg-type]
+        kinds: dict[str, type] = {each.name: each.type for each in fields(cls)}  # type: ignore[misc]
+        values = {name: row[name] for name in kinds if name in row}
+        for name, value in values.items():
+            is_whole_number = kinds[name] is not str and isinstance(value, int)
+            if not isinstance(value, kinds[name]) and not is_whole_number:
+                raise TypeError(f"`{name}` = {value!r} is of another type")
+        return cls(**values)  # type: ignore[arg-type]
 
     def metrics(self) -> dict[str, float]:
         """Metrics for wandb: `eval/SET/SOURCE/FORMAT/avg@K` and so on; without SOURCE for the whole set."""

@@ -6,10 +6,17 @@ wait, `AwakeClock` for many at a time. A job that SLURM suspends stops with all 
 for may have been stopped, too.
 """
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TypeVar
 
+Answer = TypeVar("Answer")
+
+NEVER = timedelta(days=30)
+"""Limit for waits of libraries, whose clocks go on while this process is stopped. Our own looks end such waits."""
 LOOK_S = 5.0
 """Longest look."""
 STOPPED_S = 5.0
@@ -65,3 +72,19 @@ class AwakeClock:
         self._awake_s += passed_s if passed_s <= self.PAUSE_S else self.READ_EVERY_S
         self._read_s = now
         return self._awake_s
+
+
+async def answer_within(limit_s: float, call: Awaitable[Answer]) -> Answer:
+    """The answer of a call, which is cancelled if it is late by an `AwakeClock`.
+
+    Raises:
+        TimeoutError: the limit has passed.
+    """
+    calling, clock = asyncio.ensure_future(call), AwakeClock()
+    try:
+        while not (await asyncio.wait([calling], timeout=min(limit_s, AwakeClock.READ_EVERY_S)))[0]:
+            if clock() >= limit_s:
+                raise TimeoutError
+        return calling.result()
+    finally:
+        calling.cancel()

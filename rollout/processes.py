@@ -34,7 +34,7 @@ from pathlib import Path
 import psutil
 
 from history.own_files import opener
-from history.process_stat import start_ticks
+from history.process_stat import start_ticks, stat_fields
 from rollout.progress import page_descriptor
 
 
@@ -246,7 +246,7 @@ class ProcessId:
     def with_children(self) -> "ProcessId":
         """The same process of this node with all that it has started, directly or not, and that live now."""
         found = []
-        for child in psutil.Process(self.pid).children(recursive=True):
+        for child in children(psutil.Process(self.pid), recursive=True):
             with suppress(FileNotFoundError, ProcessLookupError):
                 found.append((child.pid, start_ticks(child.pid)))
         return replace(self, children=tuple(found))
@@ -272,6 +272,23 @@ def write_stacks_on_signal() -> None:
     faulthandler.register(STACKS_SIGNAL, all_threads=True)
 
 
+def children(process: psutil.Process, *, recursive: bool = False) -> list[psutil.Process]:
+    """Children of a process, or all below it. psutil's method fails where other users' are hidden (`hidepid=1`)."""
+    by_parent: dict[int, list[int]] = {}
+    for pid in psutil.pids():
+        with suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            by_parent.setdefault(int(stat_fields(pid)[1]), []).append(pid)
+    found: dict[int, psutil.Process] = {}
+    waiting = list(by_parent.get(process.pid, []))
+    while waiting:
+        pid = waiting.pop(0)
+        with suppress(psutil.NoSuchProcess):
+            if pid not in found:
+                found[pid] = psutil.Process(pid)
+                waiting += by_parent.get(pid, []) if recursive else []
+    return list(found.values())
+
+
 def family(process: ProcessId) -> list[psutil.Process]:
     """A process of this node and its children, also known ones that have outlived it; without those that have ended."""
     members: dict[int, psutil.Process] = {}
@@ -279,7 +296,7 @@ def family(process: ProcessId) -> list[psutil.Process]:
         with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
             root = psutil.Process(pid)
             if start_ticks(pid) == ticks:
-                members |= {member.pid: member for member in (root, *root.children(recursive=True))}
+                members |= {member.pid: member for member in (root, *children(root, recursive=True))}
     return list(members.values())
 
 
@@ -307,13 +324,22 @@ def die_with(owner_pid: int) -> None:
     No effect if `owner_pid` is no ancestor of this process.
     """
     me = psutil.Process()
-    ancestors = me.parents()
+    ancestors = _ancestors(me)
     pids = [process.pid for process in ancestors]
     if owner_pid not in pids:
         return
     owner = ancestors[pids.index(owner_pid)]
     between = ancestors[: pids.index(owner_pid)]
     threading.Thread(target=_watch, args=(owner, between), name="owner-watch", daemon=True).start()
+
+
+def _ancestors(process: psutil.Process) -> list[psutil.Process]:
+    """The parent first, up to the first that is hidden from this user."""
+    found: list[psutil.Process] = []
+    with suppress(psutil.AccessDenied):
+        while (parent := (found[-1] if found else process).parent()) is not None:
+            found.append(parent)
+    return found
 
 
 def _watch(owner: psutil.Process, between: list[psutil.Process]) -> None:

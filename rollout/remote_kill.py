@@ -14,6 +14,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from rollout.failures import brief
 from rollout.processes import ProcessId, kill_processes
+from rollout.ray_wait import wait_for_all
 from rollout.stacks import write_stacks
 
 _log = logging.getLogger(__name__)
@@ -38,8 +39,7 @@ def kill_on_nodes(processes: Sequence[ProcessId], *, stacks: bool) -> tuple[str,
         by_node.setdefault(process.node_id, []).append(process)
     folders = _write_stacks(by_node) if stacks else ()
     killing = [_kill.options(scheduling_strategy=_on(node)).remote(group) for node, group in by_node.items()]
-    if killing:
-        ray.wait(killing, num_returns=len(killing), timeout=KILL_TIMEOUT_S)
+    wait_for_all(killing, timeout_s=KILL_TIMEOUT_S)
     return folders
 
 
@@ -47,7 +47,7 @@ def _write_stacks(by_node: Mapping[str, Sequence[ProcessId]]) -> tuple[str, ...]
     """Write the stacks of processes, by Ray's id of their node; returns the folders that contain those of a node."""
     when = time.strftime("%Y%m%dT%H%M%S")
     writing = [_write.options(scheduling_strategy=_on(node)).remote(group, when) for node, group in by_node.items()]
-    done, late = ray.wait(writing, num_returns=len(writing), timeout=STACKS_TIMEOUT_S) if writing else ([], [])
+    done, late = wait_for_all(writing, timeout_s=STACKS_TIMEOUT_S)
     if late:
         _log.warning("%d node(s) had not written all stacks after %.0f s", len(late), STACKS_TIMEOUT_S)
     folders: set[str] = set()

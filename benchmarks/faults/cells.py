@@ -15,6 +15,10 @@ Fault = Literal["kill", "freeze"]
 SIGNALS: dict[Fault, signal.Signals] = {"kill": signal.SIGKILL, "freeze": signal.SIGSTOP}
 FROZEN_S = 45.0
 """Time for which a controller is frozen: longer than most deadlines of these runs, and than Ray's for a connection."""
+SUSPENDED_S = 130.0
+"""Time for which a whole job is stopped: longer than all deadlines of these runs."""
+WHOLE_JOB = "whole job"
+"""All processes of a run, as SLURM suspends a job."""
 
 ROLES = {
     "controller": "",
@@ -28,6 +32,7 @@ ROLES = {
     "reward worker": "",
     "history shard": "ray::Shard",
     "history reader": "ray::Reader",
+    WHOLE_JOB: "",
 }
 """Title of the processes of each kind; empty for kinds that are found otherwise."""
 
@@ -73,6 +78,13 @@ IN_SCORING: Mapping[str, Sequence[Fault]] = {
 }
 """Faults of `scoring` in every kind of run."""
 
+_SUSPENDED: Mapping[RunKind, Sequence[str]] = {
+    "exact": ("scoring", "train", "sending of weights", "checkpoint"),
+    "ahead": ("rollout", "publish"),
+    "drafting": ("rollout", "checkpoint"),
+}
+"""Phases in which a whole job is suspended."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
@@ -94,9 +106,11 @@ class Cell:
         return SCORING_AHEAD if (self.run, self.phase) == ("ahead", "scoring") else PHASES[self.phase]
 
     @property
-    def is_continued(self) -> bool:
-        """Whether the process is continued after `FROZEN_S`: nothing in a run watches the controller."""
-        return (self.role, self.fault) == ("controller", "freeze")
+    def stopped_s(self) -> float:
+        """Time until what was stopped is continued, because nothing in a run watches it; 0 if it never is."""
+        if self.fault != "freeze":
+            return 0.0
+        return {"controller": FROZEN_S, WHOLE_JOB: SUSPENDED_S}.get(self.role, 0.0)
 
 
 def cells() -> Sequence[Cell]:
@@ -134,4 +148,9 @@ def cells() -> Sequence[Cell]:
         for fault in SIGNALS
         for phase in ("rollout", "train", "checkpoint")
     ]
-    return [*exact, *scoring, *ahead, *drafting]
+    suspended = [
+        Cell(role=WHOLE_JOB, fault="freeze", phase=phase, run=run)
+        for run, phases in _SUSPENDED.items()
+        for phase in phases
+    ]
+    return [*exact, *scoring, *ahead, *drafting, *suspended]

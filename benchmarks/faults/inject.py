@@ -1,4 +1,4 @@
-"""Runs the command line like a batch system, and sends a signal to one process when a phase begins."""
+"""Runs the command line like a batch system, and sends a signal to one process, or to all, when a phase begins."""
 
 import json
 import os
@@ -8,12 +8,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
-from benchmarks.faults.cells import FROZEN_S, ROLES, SIGNALS, Cell
+from benchmarks.faults.cells import ROLES, SIGNALS, WHOLE_JOB, Cell
 from launcher.endings.kinds import Ending
 from launcher.run_dir.status import STATUS
 
@@ -70,12 +71,19 @@ def _disturb(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell, genera
     found = _wait_for_victims(process, run_dir, cell)
     if not found:
         return None
-    generator.choice(found).send_signal(SIGNALS[cell.fault])
+    hit = found if cell.role == WHOLE_JOB else [generator.choice(found)]
+    _send(hit, SIGNALS[cell.fault])
     hit_at_s = time.time()
-    if cell.is_continued:
-        time.sleep(FROZEN_S)
-        process.send_signal(signal.SIGCONT)
+    if cell.stopped_s:
+        time.sleep(cell.stopped_s)
+        _send(generator.sample(hit, len(hit)), signal.SIGCONT)  # SLURM promises no order
     return hit_at_s
+
+
+def _send(processes: Sequence[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
 
 
 def _wait_for_victims(process: subprocess.Popen[bytes], run_dir: Path, cell: Cell) -> Sequence[psutil.Process]:
@@ -124,6 +132,8 @@ def targets(process: subprocess.Popen[bytes], role: str) -> Sequence[psutil.Proc
         descendants = psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
         return []
+    if role == WHOLE_JOB:
+        return [psutil.Process(process.pid), *descendants]
     if role in ("reward worker", "server of reward workers"):
         is_worker = role == "reward worker"
         family = [each for each in descendants if _SERVER in _title(each)]

@@ -9,10 +9,12 @@ Invariants (`check_integrity`): visits of a prompt ascend by step, and each has 
 mean of all stored lengths.
 """
 
+import zlib
 from collections import deque
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +29,9 @@ _PROMPT_BYTES = 400
 """Most bytes of a prompt beside its responses: header of its array, key, entry of the table; more while it is saved."""
 _RESPONSE_BYTES = 20
 """Of a response: step and length, a copy of both while the book is saved, and a buffer of the file."""
+
+_DAMAGE = (BadZipFile, EOFError, LookupError, RuntimeError, TypeError, zlib.error)
+"""Errors of numpy and zipfile about a damaged file, beside `ValueError` and `OSError`."""
 
 Ints = npt.NDArray[np.int32]
 _NO_RESPONSES: Ints = np.zeros((2, 0), dtype=np.int32)
@@ -125,13 +130,17 @@ class LengthBook:
         """Replace the book by that of a file written by `save`; older ones have all integers in 64 bits.
 
         Raises:
-            ValueError: the file holds something else, such as pickled objects.
+            ValueError: the file is damaged or holds something else, such as pickled objects; the book is as before.
+            OSError: it cannot be read.
         """
-        with np.load(path, allow_pickle=False) as file:
-            keys, steps, counts, lengths = (file[name] for name in ("keys", "steps", "counts", "lengths"))
-        responses = np.stack([np.repeat(steps, counts), lengths]).astype(np.int32, copy=False)
-        visits = _begins(keys)
-        cuts = np.append(0, np.cumsum(counts))[np.append(visits, len(keys))]
+        try:
+            with path.open("rb") as opened, np.load(opened, allow_pickle=False) as file:
+                keys, steps, counts, lengths = (file[name] for name in ("keys", "steps", "counts", "lengths"))
+            responses = np.stack([np.repeat(steps, counts), lengths]).astype(np.int32, copy=False)
+            visits = _begins(keys)
+            cuts = np.append(0, np.cumsum(counts))[np.append(visits, len(keys))]
+        except _DAMAGE as error:
+            raise ValueError(f"{path} holds no response lengths ({type(error).__name__}: {error})") from error
         self._responses = {
             key: responses[:, first:last].copy()
             for key, (first, last) in zip(keys[visits].tolist(), pairwise(cuts.tolist()), strict=True)

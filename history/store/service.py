@@ -20,17 +20,19 @@ import ray
 from history.store.actors import ReaderReport, ShardReport, ShardSave
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
-from history.store.snapshot import Manifest, check_snapshot, write_manifest
+from history.store.snapshot import MANIFEST, Manifest, check_snapshot, write_manifest
 from history.types import ActorProcess, Epoch, SegmentOrder, folder_of_node
 
 REPORT_TIMEOUT_S = 5.0
 """Longest wait of a step for an actor's report; afterwards the step uses the previous report."""
 
 HANG_S = 120.0
-"""An actor that has not answered for so long hangs; it is killed, and Ray restarts it."""
+"""An actor that was waited for so long, and has not answered, hangs; it is killed, and Ray restarts it."""
 
 SAVE_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
+_LOOK_S = _STOPPED_S = 5.0
+"""Longest look of a wait, and the time beyond it that shows that this process was stopped (decision 62)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +72,8 @@ class _Actor:
     node: str = ""
     """Ray's id of a reader's node."""
     last: ShardReport | ReaderReport | None = None
-    silent_since: float | None = None
-    """When it first did not answer in time (`time.monotonic`); None if it has answered since."""
+    silent_s: float = 0.0
+    """For which reports have waited for it since its last answer. Between two reports nobody waits."""
 
     @property
     def named(self) -> str:
@@ -142,7 +144,7 @@ class HistoryService:
         """
         sent: list[ray.ObjectRef] = []
         for batch in batches:
-            if sent and ray.wait(sent, num_returns=len(sent), timeout=HANG_S)[1]:
+            if sent and _late(sent, HANG_S):
                 self._record_loss(f"a history shard has stored nothing for {HANG_S:.0f} s; what follows is left out")
                 return
             parts = zip(self.shards, batch.split(len(self.shards)), strict=True)
@@ -217,7 +219,7 @@ class HistoryService:
         self._count_lost_calls()
         orders = dict(self._orders)  # another thread may replace one after the reader was asked
         calls = {actor.handle.report.remote(): actor for actor in self._actors}
-        ray.wait(list(calls), num_returns=len(calls), timeout=REPORT_TIMEOUT_S)
+        _late(list(calls), REPORT_TIMEOUT_S)
         received = [report for ref, actor in calls.items() if (report := self._receive(ref, actor, orders)) is not None]
         if any(isinstance(report, ShardReport) and not report.is_filled for report in received):
             self._repeat_orders()
@@ -241,12 +243,15 @@ class HistoryService:
         An actor that does not answer is waited for until it counts as hanging.
         """
         self.report()
-        while any(actor.silent_since is not None for actor in self._actors):
+        while any(actor.silent_s for actor in self._actors):
             self.report()
         folder.mkdir()
         saving = [shard.save.remote(str(folder), self._newest) for shard in self.shards]
+        if _late(saving, SAVE_TIMEOUT_S):
+            self._discard(folder, f"a shard has not written its files in {SAVE_TIMEOUT_S:.0f} s")
+            return
         try:
-            parts: list[ShardSave] = ray.get(saving, timeout=SAVE_TIMEOUT_S)
+            parts: list[ShardSave] = ray.get(saving)
         except ray.exceptions.RayError as error:
             self._discard(folder, _line(error))
             return
@@ -263,7 +268,7 @@ class HistoryService:
 
     def saved(self, folder: Path) -> None:
         """Use `folder` as the newest snapshot, if the last save succeeded."""
-        if folder.exists():
+        if (folder / MANIFEST).exists():
             self._newest = str(folder)
 
     def close(self) -> None:
@@ -307,7 +312,7 @@ class HistoryService:
             num_failures = actor.last.num_failures if isinstance(actor.last, ReaderReport) else 0
             is_fulfilled = report.is_filled and report.num_failures <= num_failures
             self._fulfilled[actor.node] = orders.get(actor.node) if is_fulfilled else None
-        actor.last, actor.silent_since = report, None
+        actor.last, actor.silent_s = report, 0.0
         if not report.is_filled:
             self._record_loss(f"{actor.name} died and was restarted")
             self._refill(actor)
@@ -331,14 +336,13 @@ class HistoryService:
 
     def _note_silence(self, actor: _Actor) -> None:
         """An actor has not answered in time; one that hangs is killed, and the next report finds it restarted."""
-        now = time.monotonic()
-        if actor.silent_since is None:
-            actor.silent_since = now
+        if not actor.silent_s:
             self._record_loss(f"{actor.named} does not answer")
-        if now - actor.silent_since < HANG_S:
+        actor.silent_s += REPORT_TIMEOUT_S
+        if actor.silent_s < HANG_S:
             return
         self._record_loss(f"{actor.named} has not answered for {HANG_S:.0f} s and is restarted")
-        actor.silent_since = None
+        actor.silent_s = 0.0
         process = None if actor.last is None else actor.last.process
         if process is not None and self._upkeep.end_hung is not None:
             self._upkeep.end_hung(actor.name, process)
@@ -356,13 +360,24 @@ class HistoryService:
         self._pending.append(actor.handle.mark_filled.remote())
 
     def _discard(self, folder: Path, reason: str) -> None:
-        """Remove an incomplete snapshot: the previous one is better."""
-        shutil.rmtree(folder)
+        """Remove an incomplete snapshot: the previous one is better. A late shard may still write into it."""
+        shutil.rmtree(folder, ignore_errors=True)
         self._record_loss(f"the history could not be saved ({reason})")
 
     def _record_loss(self, loss: str, *, count: int = 1) -> None:
         self._num_lost_calls += count
         self._upkeep.log(f"{loss}; engines draft from the remaining history")
+
+
+def _late(calls: Sequence[ray.ObjectRef], timeout_s: float) -> Sequence[ray.ObjectRef]:
+    """Calls that do not end in time. A look in which this process was stopped does not count: answers lay unread."""
+    late, left_s = calls, timeout_s
+    while late and left_s > 0:
+        look_s, began_s = min(left_s, _LOOK_S), time.monotonic()
+        _, late = ray.wait(list(calls), num_returns=len(calls), timeout=look_s)
+        if time.monotonic() - began_s <= look_s + _STOPPED_S:
+            left_s -= look_s
+    return late
 
 
 def _line(error: BaseException) -> str:

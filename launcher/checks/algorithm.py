@@ -128,13 +128,8 @@ def _loss(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def _correction(algorithm: AlgorithmConfig) -> list[str]:
-    correction, problems = algorithm.correction, []
-    if correction.has_band and correction.low >= correction.cap:
-        problems.append(
-            f"`algorithm.correction.low` = {correction.low} is not below `algorithm.correction.cap` = "
-            f"{correction.cap}: mode {correction.mode} keeps weights between the two, here none; lower low"
-        )
-    problems += _preset(correction) + _rejections(correction)
+    correction = algorithm.correction
+    problems = _bounds(correction) + _preset(correction) + _rejections(correction)
     losses: dict[str, type[LossChoice]] = {"clip": Bypass, "pg": Reinforce}
     wanted = losses.get(BYPASS_PRESETS.get(correction.preset, ""))
     if wanted is not None and not isinstance(algorithm.loss, wanted):
@@ -144,6 +139,27 @@ def _correction(algorithm: AlgorithmConfig) -> list[str]:
             f"preset is made for another loss; set loss to {name}"
         )
     return problems
+
+
+def _bounds(correction: CorrectionConfig) -> list[str]:
+    """Bounds of the mode that leave tokens out, or scale the loss, although trainer and sampler agree."""
+    mode, low, cap = correction.mode, correction.low, correction.cap
+    if correction.has_band and low >= cap:
+        return [
+            f"`algorithm.correction.low` = {low} is not below `algorithm.correction.cap` = {cap}: mode {mode} keeps "
+            "weights between the two, here none; lower low"
+        ]
+    if correction.has_band and not low <= 1 <= cap:
+        return [
+            f"`algorithm.correction.low` = {low:g} with `algorithm.correction.cap` = {cap:g}: mode {mode} keeps ratios "
+            "between the two, without the ratio 1 of equal log-probabilities; set cap above 1 and low below 1"
+        ]
+    if mode != "none" and cap < 1:
+        return [
+            f"`algorithm.correction.cap` = {cap:g}: mode {mode} truncates larger ratios, and the ratio of equal "
+            "log-probabilities is 1, so the whole loss would be scaled; set cap above 1 (2 is common)"
+        ]
+    return []
 
 
 def _preset(correction: CorrectionConfig) -> list[str]:
@@ -174,14 +190,20 @@ def _shown(value: str | float | tuple[RejectionConfig, ...]) -> str:
 
 
 def _rejections(correction: CorrectionConfig) -> list[str]:
-    """Bounds that leave tokens out although trainer and sampler agree."""
+    """Bounds that leave tokens out although trainer and sampler agree, and bounds without effect."""
     problems = []
     for number, rule in enumerate(correction.rejections):
-        low = rule.low or 1 / rule.high
-        if rule.statistic.endswith("k1") and not low <= 1 <= rule.high:
+        key, low = f"algorithm.correction.rejections[{number}]", rule.low or 1 / rule.high
+        if not rule.statistic.endswith("k1"):
+            if rule.low:
+                problems.append(
+                    f"`{key}.low` = {rule.low:g}: {rule.statistic} is 0 for equal log-probabilities and has no lower "
+                    "bound, so the key has no effect; leave it out, or set statistic to one of k1"
+                )
+        elif not low <= 1 <= rule.high:
             problems.append(
-                f"`algorithm.correction.rejections[{number}]`: {rule.statistic} keeps ratios from {low:g} to "
-                f"{rule.high:g}, without the ratio 1 of equal log-probabilities; set high above 1 and low below 1"
+                f"`{key}`: {rule.statistic} keeps ratios from {low:g} to {rule.high:g}, without the ratio 1 of equal "
+                "log-probabilities; set high above 1 and low below 1"
             )
     if correction.veto_ratio >= 1:
         problems.append(

@@ -14,14 +14,20 @@ from launcher.checks.algorithm import algorithm_warnings
 from launcher.checks.combinations import checkpoint_warnings, evaluation_sets, run_combinations, schedule_problems
 from launcher.checks.deadlines import deadline_problems, deadline_warnings
 from launcher.checks.engine_arguments import engine_arguments, run_arguments
-from launcher.checks.files import broken_json, prompt_file, sft_file, tokenizer_problems
+from launcher.checks.files import broken_json, prompt_file, sft_file, tokenizer_problems, training_files
 from launcher.checks.fit import fit
 from launcher.checks.formats import weight_format_warnings
 from launcher.checks.fp8 import fp8_warnings
 from launcher.checks.functions import function_problems
 from launcher.checks.memory import MemoryPlan, allocator_problems, sft_memory, store_warnings
-from launcher.checks.model import engine_problems, forward_problems, response_lengths, sft_problems
-from launcher.checks.paths import file_problems, folder_problems, warm_start_target
+from launcher.checks.model import (
+    engine_problems,
+    forward_problems,
+    response_lengths,
+    sft_problems,
+    stop_token_problems,
+)
+from launcher.checks.paths import file_problems, folder_problems, path_problems, warm_start_target
 from launcher.cluster.node import NodeResources
 from launcher.cluster.placement import Placement, plan_sft
 from launcher.config.loading import listing
@@ -76,16 +82,16 @@ def check_run(
     problems += deadline_problems(config.trainer, nodes[0])
     argument_problems, argument_warnings = run_arguments(config)
     problems += argument_problems
-    for number, dataset in enumerate(config.data.train):
-        problems += prompt_file(f"data.train.{number}.path", dataset.path)
-    problems += _set_files(config.evaluation.sets, "evaluation.sets")
-    if config.history.warm_start:
-        problems += warm_start_problems(Path(config.history.warm_start))
+    num_prompts, found_in_files = training_files(config.data, groups_per_step=config.algorithm.max_groups)
+    problems += found_in_files + _set_files(config.evaluation.sets, "evaluation.sets")
+    if warm_start := config.history.warm_start:
+        problems += path_problems("history.warm_start", warm_start) or warm_start_problems(Path(warm_start))
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))
     flash_attention = None if in_container else installed_flash_attention()
-    fitted = fit(config, spec, nodes, problems, flash_attention=flash_attention)
+    problems += stop_token_problems("sampling.stop_token_ids", config.sampling.stop_token_ids, spec)
+    fitted = fit(config, spec, nodes, problems, flash_attention=flash_attention, num_prompts=num_prompts)
     if fitted is not None:
         problems += allocator_problems(fitted.placement.transport, os.environ)
     _raise_any(problems)
@@ -186,6 +192,7 @@ def check_eval(config: EvalConfig, found: Sequence[str] = ()) -> None:
     if spec is not None:
         responses = response_lengths(config.sets, "sets")
         problems += engine_problems(spec, config.engine, config.max_prompt_tokens, responses)
+        problems += stop_token_problems("stop_token_ids", config.stop_token_ids, spec)
         problems += forward_problems(config.engine, config.max_prompt_tokens + max(responses.values(), default=0))
     _raise_any(problems)
 
@@ -197,6 +204,9 @@ def _raise_any(problems: list[str]) -> None:
 
 def _model(path: str, problems: list[str]) -> ModelSpec | None:
     """The architecture in the directory `path`; None if it cannot be read. Reasons are added to `problems`."""
+    if found := path_problems("model", path):
+        problems += found
+        return None
     directory = Path(path)
     if not directory.is_dir():
         problems.append(f"`model` = {path}: no such directory; download or make the Hugging Face directory first")

@@ -11,21 +11,51 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
+from rollout.config import DataConfig
 from rollout.data.rows import raw_rows, read_rows, unreadable
 from rollout.data.sft_rows import texts_of
 
 KINDS = (".jsonl", ".parquet")
 
 
+def training_files(data: DataConfig, *, groups_per_step: int) -> tuple[int, list[str]]:
+    """Number of rows of the training files, and the problems of these files.
+
+    Prompts that are too long only lower the number, so a run may still find too few of them when it has a tokenizer.
+    """
+    count, problems = 0, []
+    for number, dataset in enumerate(data.train):
+        num_rows, found = _prompt_rows(f"data.train.{number}.path", dataset.path)
+        count += num_rows
+        problems += found
+    if not problems and (problem := few_prompts(count, groups_per_step=groups_per_step)):
+        problems.append(problem)
+    return count, problems
+
+
+def few_prompts(count: int, *, groups_per_step: int) -> str:
+    """The problem of training prompts that cannot fill a step; empty if they can."""
+    if count >= groups_per_step:
+        return ""
+    return (
+        f"a step may sample {groups_per_step} groups (`algorithm.prompts_per_step` x (1 + `algorithm.max_refill`)) "
+        f"of {count} prompts in `data.train`: it would draw a prompt twice; lower them, or add prompts"
+    )
+
+
 def prompt_file(key: str, path: str, *, limit: int = 0) -> list[str]:
     """Problems of a file of prompts, or of its first `limit` rows if that is positive."""
+    return _prompt_rows(key, path, limit=limit)[1]
+
+
+def _prompt_rows(key: str, path: str, *, limit: int = 0) -> tuple[int, list[str]]:
+    """Number of rows, 0 if they cannot be read, and the problems."""
     if problem := _file(key, path):
-        return [problem]
+        return 0, [problem]
     try:
-        read_rows(path, limit=limit)
+        return len(read_rows(path, limit=limit)), []
     except ValueError as error:
-        return [f"`{key}`: {error}"]
-    return []
+        return 0, [f"`{key}`: {error}"]
 
 
 def sft_file(key: str, path: str) -> list[str]:

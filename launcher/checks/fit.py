@@ -36,10 +36,12 @@ def fit(
     problems: list[str],
     *,
     flash_attention: str | None = "",
+    num_prompts: int = 0,
 ) -> Fit | None:
     """Places and memory of a run; None if it cannot be placed. Reasons are added to `problems`.
 
     `flash_attention` is the version of the package `flash-attn` on the nodes; empty without it, None if unknown.
+    `num_prompts` is the number of training prompts; 0 if unknown.
     """
     problems += [*cache_problems(config, nodes[0]), *model_problems(config, spec, nodes[0])]
     if partition_problems(spec, config.trainer.parallel, nodes[0]):
@@ -51,7 +53,9 @@ def fit(
         problems.append(str(error))
         return None
     kernels = trainer_kernels(config.trainer, nodes[0], flash_attention=flash_attention)
-    given = PlannedRun(config=config, spec=spec, placement=placement, further=further, kernels=kernels)
+    given = PlannedRun(
+        config=config, spec=spec, placement=placement, further=further, kernels=kernels, num_prompts=num_prompts
+    )
     problems += fraction_problems(given, nodes)
     run, fraction = sized(given, nodes), config.engine.gpu_memory_fraction
     if run is not given and has_room(given, nodes):  # else the memory plan names what to change

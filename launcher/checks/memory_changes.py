@@ -13,6 +13,7 @@ from launcher.checks.combinations import run_combinations
 from launcher.checks.model import model_problems, sft_problems
 from launcher.cluster.node import NodeResources
 from launcher.config.schema import RunConfig, SftConfig
+from launcher.estimate.host_memory import book_bytes
 from megatron_rl.model.spec import ModelSpec
 
 AnyConfig = TypeVar("AnyConfig", RunConfig, SftConfig)
@@ -53,6 +54,9 @@ _SFT_HALVED = (
 _SFT_SWITCHED = ("trainer.optimizer.distributed", "trainer.optimizer.states_on_host", "trainer.recompute")
 """Keys of `_SWITCHED` that a warm start has."""
 
+LARGE_BOOK_BYTES = 8 << 30
+"""Bound of the lengths of responses above which fewer steps are proposed."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangedConfig(Generic[AnyConfig]):
@@ -70,6 +74,8 @@ def changes_of(config: RunConfig) -> Iterator[ChangedConfig[RunConfig]]:
     if turns != config:
         yield ChangedConfig(key="engine.sleep_level", value="2 with trainer.offload = all", config=turns)
     yield from _hosted(config, "trainer.critic.optimizer")
+    if book_bytes(config, num_prompts=0) > LARGE_BOOK_BYTES:  # less is not worth a shorter run
+        yield _change(config, "num_steps", config.num_steps // 2)
     yield _change(config, "engine.tensor_parallel", 2 * config.engine.tensor_parallel)
 
 

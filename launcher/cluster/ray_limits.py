@@ -22,7 +22,7 @@ import ray
 
 from launcher.cluster.node import END_OF_RAY
 from rollout.failures import DeadlineError
-from rollout.processes import send_signal
+from rollout.processes import children, send_signal
 
 _log = logging.getLogger(__name__)
 
@@ -103,11 +103,7 @@ def end_ray(end: Callable[[], object] | None = None) -> None:
 def kill_families(roots: Sequence[psutil.Process]) -> None:
     """Kill processes and all their descendants."""
     for root in roots:
-        try:
-            family = [*root.children(recursive=True), root]
-        except psutil.NoSuchProcess:
-            continue
-        send_signal(family, signal.SIGKILL)
+        send_signal([*children(root, recursive=True), root], signal.SIGKILL)
 
 
 def _give_up(what: str, limit_s: float, thread: int) -> None:
@@ -121,7 +117,7 @@ def _give_up(what: str, limit_s: float, thread: int) -> None:
 def _processes_of_ray() -> list[psutil.Process]:
     """Children of this process that run programs of the package ray."""
     package, found = f"{Path(ray.__file__).parent}{os.sep}", []
-    for child in psutil.Process().children():
+    for child in children(psutil.Process()):
         with suppress(psutil.Error):
             if any(package in argument for argument in child.cmdline()):
                 found.append(child)

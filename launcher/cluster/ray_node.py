@@ -12,6 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,14 +22,15 @@ from types import FrameType
 import psutil
 
 from history.index.segments_dir import sweep_segments
-from history.own_files import opener
+from history.own_files import is_private_folder, opener
 from launcher.cluster.job_folder import Head, JobFolder
-from launcher.cluster.node import RAY_SETTINGS, RAY_START_TRIES, raise_open_files
+from launcher.cluster.node import RAY_FOLDER, RAY_SETTINGS, RAY_START_TRIES, raise_open_files
 from launcher.cluster.ports import PortMap
-from rollout.processes import send_signal
+from rollout.processes import children, send_signal
 from rollout.transports.shm_files import sweep
 
 _SET_CHILD_SUBREAPER = 36
+_TMP = Path("/tmp")
 _POLL_S = 0.5
 END_TIMEOUT_S = 10.0
 """For which Ray's processes may end by themselves."""
@@ -51,7 +53,23 @@ class RayNode:
     labels: Mapping[str, str]
     """Topology of the node: `rack` and `block`, where known. `spare` for a spare node."""
     temp_dir: Path
-    """Of this node and this job alone. Short: paths of sockets have at most 107 bytes."""
+    """Of this node and this job alone; see `make_temp_dir`. Short: paths of sockets have at most 107 bytes."""
+
+    @property
+    def ray_dir(self) -> Path:
+        """Ray's own folder, which Ray opens to all users. They cannot enter the one around it."""
+        return self.temp_dir / "ray"
+
+
+def make_temp_dir(job_id: int, number: int) -> Path:
+    """A new folder that only this user can enter, for node `number` of the job. Removes those of earlier starts.
+
+    Its name is random: nobody can have made it before.
+    """
+    prefix = f"{RAY_FOLDER}{job_id}-{number}-"
+    for earlier in filter(is_private_folder, _TMP.glob(f"{prefix}*")):
+        shutil.rmtree(earlier, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=_TMP))
 
 
 def ray_command(node: RayNode) -> list[str]:
@@ -67,7 +85,7 @@ def ray_command(node: RayNode) -> list[str]:
         f"--num-cpus={node.num_cpus}",
         f"--num-gpus={node.num_gpus}",
         f"--object-store-memory={node.object_store_bytes}",
-        f"--temp-dir={node.temp_dir}",
+        f"--temp-dir={node.ray_dir}",
         "--disable-usage-stats",
         "--log-style=record",
     ]
@@ -112,14 +130,13 @@ def run_ray(node: RayNode, folder: JobFolder, *, log: Path) -> int:
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         for tries_left in reversed(range(RAY_START_TRIES)):
-            shutil.rmtree(node.temp_dir, ignore_errors=True)  # of an earlier try
-            node.temp_dir.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(node.ray_dir, ignore_errors=True)  # of an earlier try
             ray = _start(node, log)
             while ray.poll() is None and not ends and not folder.is_over() and not folder.must_end():
                 time.sleep(_POLL_S)
             if ray.poll() is None:
                 return 0
-            _keep_logs(node.temp_dir, log.parent)
+            _keep_logs(node.ray_dir, log.parent)
             if folder.has_begun() or not tries_left:
                 break
             print(f"{node.name}: Ray ended with code {ray.returncode}, see {log}; it is started again", flush=True)
@@ -141,15 +158,15 @@ def _start(node: RayNode, log: Path) -> subprocess.Popen[bytes]:
 
 def end_family() -> None:
     """End all processes below this one: by SIGTERM, after `END_TIMEOUT_S` by SIGKILL."""
-    family = psutil.Process().children(recursive=True)
+    family = children(psutil.Process(), recursive=True)
     send_signal(family, signal.SIGTERM)
     psutil.wait_procs(family, timeout=END_TIMEOUT_S)
-    while family := [one for one in psutil.Process().children(recursive=True) if one.status() != psutil.STATUS_ZOMBIE]:
+    while family := [one for one in children(psutil.Process(), recursive=True) if one.status() != psutil.STATUS_ZOMBIE]:
         send_signal(family, signal.SIGKILL)
         psutil.wait_procs(family, timeout=1)
 
 
-def _keep_logs(temp_dir: Path, log_dir: Path) -> None:
+def _keep_logs(ray_dir: Path, log_dir: Path) -> None:
     """Ray's own logs, for a person who asks why it has ended."""
-    for logs in sorted(temp_dir.glob("session_2*/logs")):
+    for logs in sorted(ray_dir.glob("session_2*/logs")):
         shutil.copytree(logs, log_dir / logs.parent.name, dirs_exist_ok=True)

@@ -14,6 +14,7 @@ from rollout.config import RewardConfig
 from rollout.data.tokenizer import TokenizerFacts, TokenizerSource
 from rollout.failures import DeadlineError, Place
 from rollout.pool.heartbeat import Heartbeat
+from rollout.ray_wait import wait_for_all
 from rollout.rewards.scorer_actor import ScorerActor
 from rollout.rewards.text_actor import TextActor
 
@@ -75,7 +76,7 @@ def start_text_processes(
     for heartbeat in heartbeats:
         heartbeat.ask()
     starting = [actor.start.remote() for actor in actors]
-    done, _ = ray.wait(starting, num_returns=len(starting), timeout=LOAD_TIMEOUT_S)
+    done, _ = wait_for_all(starting, timeout_s=LOAD_TIMEOUT_S)
     late = [number - 1 for number, ref in enumerate(starting) if ref not in done]
     if late:
         heartbeat = heartbeats[late[0] + 1]

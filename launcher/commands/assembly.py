@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
-from history.lengths.book import LengthBook
 from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
 from launcher.cluster.job_folder import note_begin
@@ -242,6 +241,8 @@ def _start_again(parts: _Parts, attempt: _Attempt, failure: PlacedError) -> tupl
     parts.recorder.flush()
     parts.recorder.on_trainer_lost()
     resume = resume_point(parts.directory)
+    for note in resume.notes:
+        parts.shown.progress.say(note)
     num_repeated = 0 if resume.lost is None else resume.lost.num_steps
     parts.restarts.count(num_repeated)
     parts.shown.progress.say(
@@ -302,7 +303,7 @@ def _planner(config: RunConfig, inputs: Inputs, resume: ResumePoint) -> Planner:
         training_order(inputs.training, config.data, seed=config.seed, state=resume.order),
         inputs.training.by_id(),
         config=config.planner,
-        lengths=_lengths(resume),
+        lengths=resume.lengths,
         num_steps=config.num_steps,
         prompts_per_step=config.algorithm.prompts_per_step,
         group_size=config.algorithm.group_size,
@@ -335,7 +336,7 @@ def _recorder(
         status=shown.status,
         text_actor=inputs.text.text_actor,
         engines=engines,
-        saves=Saves(directory, config.checkpoint, history=inputs.history),
+        saves=Saves(directory, config.checkpoint, history=inputs.history, say=shown.progress.say),
         baseline_engines=config.history.baseline_engines if inputs.history is not None else (),
         table_rows=config.wandb.sample_rows,
         record_traces=config.history.record_traces,
@@ -360,13 +361,6 @@ def _pool(parts: _Parts, engines: EngineGroup, planner: Planner, revival: Engine
         on_start=ignore_start if parts.history is None else parts.history.started,
         scoring_timeout_s=scoring_timeout_s(sizes, reward_timeout_s=config.reward.timeout_s),
     )
-
-
-def _lengths(resume: ResumePoint) -> LengthBook:
-    book = LengthBook()
-    if resume.lengths is not None:
-        book.load(resume.lengths)
-    return book
 
 
 def _history_client(history: HistoryService | None, engines: EngineGroup) -> HistoryClient | None:

@@ -16,9 +16,10 @@ from launcher.commands.slurm import PACKAGES
 from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
 from launcher.errors import RunInUseError
-from launcher.run_dir.atomic_files import append_line, replace_text
+from launcher.run_dir.atomic_files import append_line, drop_torn_line, replace_text
 from launcher.run_dir.directory import RunLock
 from rollout.failures import DeadlineError
+from rollout.patience import AwakeClock
 
 PAIRS_TIMEOUT_S = 30.0
 """For which a node waits for the others before it tries to reach them."""
@@ -59,13 +60,13 @@ def refuse_in_use(run_dir: Path, *, timeout_s: float) -> None:
         RunInUseError: another process has the run directory's lock; names the process.
         RunDirectoryError: the file system has no locks.
     """
-    deadline, is_first = time.monotonic() + timeout_s, True
+    clock, is_first = AwakeClock(), True
     while run_dir.is_dir():
         try:
             RunLock(run_dir / "LOCK").release()
             return
         except RunInUseError as error:
-            if time.monotonic() >= deadline:
+            if clock() >= timeout_s:
                 raise
             if is_first:
                 say(f"{error}. Waits for {timeout_s:.0f} s")
@@ -102,6 +103,7 @@ def choose(config: RunConfig, folder: JobFolder) -> int:
     if not may_start(starts(folder), step):
         say(f"{MAX_REQUEUES + 1} starts at step {step} made no new step; to try again remove {folder.starts}")
         return Ending.PROCESS_LOST.code
+    drop_torn_line(folder.starts)
     append_line(folder.starts, {"step": step, "time_s": time.time(), "job": folder.path.name})
     if choice.spares:
         say(f"spare: {', '.join(choice.spares)}")
@@ -117,9 +119,9 @@ def reduce(config: RunConfig, folder: JobFolder) -> int:
     first = folder.path / "rendezvous"
     if name == nodes[0]:
         replace_text(first, f"{address} {free_ports(job_id()).rendezvous}\n")
-    deadline = time.monotonic() + REDUCE_TIMEOUT_S
+    clock = AwakeClock()
     while not first.exists():
-        if time.monotonic() > deadline:
+        if clock() > REDUCE_TIMEOUT_S:
             raise DeadlineError(f"{name} waited {REDUCE_TIMEOUT_S:.0f} s for {nodes[0]} to begin the all-reduce")
         time.sleep(_POLL_S)
     line = reduce_over_nodes(name, nodes, first.read_text(encoding="utf-8").split(), interface, REDUCE_TIMEOUT_S)

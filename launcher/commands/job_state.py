@@ -5,7 +5,7 @@ import socket
 
 from launcher.cluster.job_folder import JobFolder
 from launcher.endings.kinds import Ending
-from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.atomic_files import left_out, readable_rows
 from launcher.run_dir.checkpoints import Checkpoints
 
 
@@ -17,9 +17,12 @@ def saved_step(folder: JobFolder) -> int:
 
 
 def starts(folder: JobFolder) -> list[int]:
-    """Step of each start of the run, this one included; without starts that were refused."""
-    rows = read_rows(folder.starts)
-    return [int(str(row["step"])) for row in rows if not _was_refused(folder, str(row["job"]))]
+    """Step of each start of the run, this one included; without starts that were refused, and without damaged rows."""
+    rows, num_damaged = readable_rows(folder.starts)
+    found = [(step, row) for row in rows if isinstance(step := row.get("step"), int) and "job" in row]
+    for line in left_out(folder.starts, num_damaged + len(rows) - len(found)):
+        say(line)
+    return [step for step, row in found if not _was_refused(folder, str(row["job"]))]
 
 
 def _was_refused(folder: JobFolder, job: str) -> bool:
@@ -27,7 +30,7 @@ def _was_refused(folder: JobFolder, job: str) -> bool:
 
     A start that has put its job back into the queue counts, so that nothing loops.
     """
-    start = JobFolder(path=folder.path.with_name(job), config=folder.config)
+    start = JobFolder(path=folder.path.parent / job, config=folder.config)
     code = start.path / "code"
     refused = code.exists() and code.read_text(encoding="utf-8").strip() == str(Ending.USER_INPUT.code)
     return refused and not start.has_begun() and not (start.path / "requeue").exists()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import ray
 
+from launcher.checks.files import few_prompts
 from rollout.config import DataConfig, EvalSetConfig
 from rollout.data.order import OrderState, PromptOrder, PromptSet
 from rollout.data.prompts import LoadedPrompts
@@ -54,11 +55,8 @@ def load_training_prompts(
         for file in config.train
     ]
     prompts = TrainingPrompts(files=_loaded(text_actor, loading))
-    if (count := len(prompts.by_id())) < groups_per_step:
-        raise ValueError(
-            f"a step may sample {groups_per_step} groups (`algorithm.prompts_per_step` x (1 + `algorithm.max_refill`)) "
-            f"of {count} prompts in `data.train`: it would draw a prompt twice; lower them, or add prompts"
-        )
+    if problem := few_prompts(len(prompts.by_id()), groups_per_step=groups_per_step):
+        raise ValueError(problem)
     return prompts
 
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from history.lengths.book import LengthBook
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.directory import RunDirectory
@@ -21,12 +22,14 @@ class ResumePoint:
     """Folder of the trainer's checkpoint."""
     history: str = ""
     """Folder of the history's snapshot; empty if the checkpoint has none."""
-    lengths: Path | None = None
-    """File of the response lengths; None if the checkpoint has none."""
+    lengths: LengthBook = field(default_factory=LengthBook)
+    """Empty if the checkpoint has none."""
     order: OrderState | None = None
     guard: GuardState = field(default_factory=GuardState)
     lost: LostWork | None = None
     """Work of an earlier start that is repeated; None at a first start."""
+    notes: tuple[str, ...] = ()
+    """Sentences about damaged files without which the run goes on."""
 
 
 def resume_point(directory: RunDirectory) -> ResumePoint:
@@ -36,27 +39,48 @@ def resume_point(directory: RunDirectory) -> ResumePoint:
         RunDirectoryError: the newest checkpoint is gone, or has no readable state.
     """
     newest = directory.latest_checkpoint()
-    lost = lost_work(directory.path, newest[0] if newest else 0)
-    if newest is None:
-        directory.resume_at(0)
-        return ResumePoint(lost=lost)
-    step, folder = newest
+    step, folder = newest or (0, None)
+    order, guard = _read_state(folder, step) if folder is not None else (None, GuardState())
+    notes = directory.move_damaged_lines()
+    lost = lost_work(directory.path, step)
     directory.resume_at(step)
-    try:
-        state = read_state(folder)
-        order, guard = state["prompt_order"], GuardState.from_json(state.get("guard"))
-    except (OSError, ValueError, KeyError) as error:
-        raise RunDirectoryError(
-            f"checkpoint {folder} has no readable state ({type(error).__name__}: {error}); "
-            + Checkpoints(folder.parent).instead_of(step)
-        ) from error
-    assert isinstance(order, dict)
+    if folder is None:
+        return ResumePoint(lost=lost, notes=tuple(notes))
+    lengths = LengthBook()
+    if (folder / LENGTHS).exists():
+        try:
+            lengths.load(folder / LENGTHS)
+        except (OSError, ValueError) as error:  # they only foretell
+            notes.append(f"forecasts of response lengths begin anew: {error}")
     return ResumePoint(
         first_step=step,
         trainer=str(folder / "trainer"),
         history=str(folder / HISTORY) if (folder / HISTORY).exists() else "",
-        lengths=folder / LENGTHS if (folder / LENGTHS).exists() else None,
-        order=OrderState.from_json(order),
+        lengths=lengths,
+        order=order,
         guard=guard,
         lost=lost,
+        notes=tuple(notes),
     )
+
+
+def _read_state(checkpoint: Path, step: int) -> tuple[OrderState, GuardState]:
+    try:
+        state = read_state(checkpoint)
+        if state.get("finished_steps", step) != step:
+            raise ValueError(f"it is of step {state['finished_steps']}")
+        order = OrderState.from_json(_mapping(state["prompt_order"]))
+        if min(order.cursor, *order.consumed_ahead, 0) < 0:
+            raise ValueError("prompt order: a position is negative")
+        return order, GuardState.from_json(state.get("guard"))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise RunDirectoryError(
+            f"checkpoint {checkpoint} has no readable state ({type(error).__name__}: {error}); "
+            + Checkpoints(checkpoint.parent).instead_of(step)
+        ) from error
+
+
+def _mapping(value: object) -> dict[str, object]:
+    if not isinstance(value, dict):
+        raise TypeError(f"{value!r} is no mapping")
+    return value

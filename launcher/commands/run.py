@@ -55,13 +55,15 @@ def run(checked: CheckedRun, command: Command) -> None:
         check_first_model(directory.path, Path(config.model), resumes=resumes)
         resume = resume_point(directory)
         directory.write_config(resolved_yaml(config))
-        directory.write_environment(describe())
+        notes = [*resume.notes, *directory.write_environment(describe())]
         write_places(directory.path, run_places(checked.placement))
         progress = RunProgress(config.num_steps)
         if resume.first_step:
             progress.say(f"resuming {config.run_dir} after step {resume.first_step}")
         if resume.lost is not None:
             progress.say(resume.lost.line())
+        for note in notes:
+            progress.say(note)
         for change in changes:
             progress.say(f"changed since the last start: {change}")
         for note in checked.placement.notes:
@@ -110,6 +112,8 @@ def _run(checked: CheckedRun, directory: RunDirectory, shown: Shown, resume: Res
                 ) from change
             shown.progress.say(f"engines and trainer start again after step {change.step}, with other weight formats")
             resume = resume_point(directory)
+            for note in resume.notes:
+                shown.progress.say(note)
         else:
             return
 

@@ -22,7 +22,7 @@ from launcher.cluster.slurm_script import RecordedTimes, Submission, render, sto
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError, LaunchError
-from launcher.run_dir.atomic_files import read_rows, replace_text
+from launcher.run_dir.atomic_files import left_out, readable_rows, replace_text
 from launcher.run_dir.checkpoints import WRITE, Checkpoints
 from launcher.run_dir.resume import FIRST_MODEL, changed_keys, check_first_model
 
@@ -104,14 +104,24 @@ def recorded_times(run_dir: Path) -> RecordedTimes:
     its begin to its last file.
     """
     spans: dict[object, list[float]] = defaultdict(list)
-    for row in read_rows(run_dir / "events.jsonl"):
-        if row.get("activity") in (WRITE, _EVALUATE):
-            spans[row["activity"]].append(float(str(row["end_s"])) - float(str(row["start_s"])))
+    for row in _recorded(run_dir / "events.jsonl"):
+        start_s, end_s, activity = (row.get(key) for key in ("start_s", "end_s", "activity"))
+        if isinstance(start_s, int | float) and isinstance(end_s, int | float) and isinstance(activity, str):
+            spans[activity].append(end_s - start_s)
+    steps_s = [row.get("timing_s/step") for row in _recorded(run_dir / "metrics.jsonl")]
     return RecordedTimes(
-        steps_s=[float(str(row["timing_s/step"])) for row in read_rows(run_dir / "metrics.jsonl")],
+        steps_s=[float(step_s) for step_s in steps_s if isinstance(step_s, int | float)],
         saves_s=spans[WRITE],
         evaluations_s=spans[_EVALUATE],
     )
+
+
+def _recorded(path: Path) -> list[dict[str, object]]:
+    """Rows of a record; a warning says how many lines are damaged."""
+    rows, num_damaged = readable_rows(path)
+    for line in left_out(path, num_damaged):
+        print(f"warning: {line}", file=sys.stderr)
+    return rows
 
 
 def dry_run_lines(checked: CheckedRun, script: str) -> list[str]:

@@ -25,7 +25,7 @@ from launcher.cluster.job_folder import Head, JobFolder
 from launcher.cluster.node import node_resources
 from launcher.cluster.placement import plan
 from launcher.cluster.ports import free_ports
-from launcher.cluster.ray_node import RayNode, run_ray, topology_labels
+from launcher.cluster.ray_node import RayNode, make_temp_dir, run_ray, topology_labels
 from launcher.commands.job_checks import check, choose, reduce
 from launcher.commands.job_state import job_id, node_name, saved_step, say, starts
 from launcher.commands.requeue import decide
@@ -39,6 +39,7 @@ from launcher.run_dir.start_phases import StartPhases, read_phases
 from launcher.run_dir.status import read_now
 from launcher.run_dir.stop_request import ANSWERED, answer_request, read_request
 from rollout.failures import DeadlineError
+from rollout.patience import AwakeClock
 
 HEAD_TIMEOUT_S = 300.0
 """For which nodes and the driver wait for Ray's head."""
@@ -89,7 +90,7 @@ def node(config: RunConfig, folder: JobFolder) -> int:
         num_gpus=slurm.gpus_per_node,
         object_store_bytes=config.cluster.object_store_bytes,
         labels=topology_labels(os.environ.get("SLURM_TOPOLOGY_ADDR", "")) | spare,
-        temp_dir=Path(f"/tmp/mrl-{job_id()}-{folder.nodes().index(name)}"),
+        temp_dir=make_temp_dir(job_id(), folder.nodes().index(name)),
     )
     say(f"{name}: address {address} ({interface}), ports {ports.base} to {ports.workers[1]}")
     return run_ray(ray, folder, log=folder.run_dir / "logs" / name / "ray.log")
@@ -129,7 +130,7 @@ def _answer_early_request(folder: JobFolder) -> bool:
 def _run(folder: JobFolder, head: Head, *, first_step: int) -> int:
     line = [sys.executable, "-m", "launcher", "run", str(folder.config)]
     run = subprocess.Popen(line, env=os.environ | {"RAY_ADDRESS": f"{head.address}:{head.port}"})
-    told_s: float | None = None
+    since_told: AwakeClock | None = None
     start = StartPhases(phases=read_phases(folder.phases))
     while run.poll() is None:
         time.sleep(_POLL_S if start.done else _START_POLL_S)
@@ -137,10 +138,10 @@ def _run(folder: JobFolder, head: Head, *, first_step: int) -> int:
         with suppress(RunDirectoryError, OSError):
             for text in start.follow(read_now(folder.run_dir), first_step=first_step):
                 say(text)
-        if told_s is None and (folder.is_over() or folder.must_end()):
-            told_s = time.monotonic()
+        if since_told is None and (folder.is_over() or folder.must_end()):
+            since_told = AwakeClock()
             run.terminate()
-        elif told_s is not None and time.monotonic() - told_s > END_TIMEOUT_S:
+        elif since_told is not None and since_told() > END_TIMEOUT_S:
             run.kill()
     return run.returncode
 
@@ -174,8 +175,8 @@ PARTS: Mapping[str, Callable[[RunConfig, JobFolder], int]] = {
 
 def _wait_until_ready(head: Head, folder: JobFolder) -> bool:
     """Whether Ray's head can be joined, before the job ends or `HEAD_TIMEOUT_S` pass."""
-    deadline = time.monotonic() + HEAD_TIMEOUT_S
-    while time.monotonic() < deadline and not folder.is_over() and not folder.must_end():
+    clock = AwakeClock()
+    while clock() < HEAD_TIMEOUT_S and not folder.is_over() and not folder.must_end():
         try:
             with socket.create_connection((head.address, head.ready_port), timeout=1):
                 return True

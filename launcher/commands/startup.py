@@ -16,12 +16,13 @@ from launcher.commands.prompts import (
 )
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import engine_specs, trainer_spec
-from launcher.errors import judging_user_input
+from launcher.errors import RunDirectoryError, judging_user_input
 from launcher.run_dir.console import RunProgress
 from megatron_rl.batching.balance import load_kernels
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.data.tokenizer import TokenizerSource
 from rollout.engine.spec import EngineSpec
+from rollout.failures import CallError
 from rollout.pool.engine_group import EngineGroup
 from rollout.types import Prompt
 
@@ -95,12 +96,21 @@ def start_workers(
 
 
 def start_trainer(checked: CheckedRun, running: Processes, resume: ResumePoint, run_id: str) -> TrainerGroup:
-    """Start all trainer ranks, and load the checkpoint if there is one."""
+    """Start all trainer ranks, and load the checkpoint if there is one.
+
+    Raises:
+        RunDirectoryError: the checkpoint cannot be read, or does not fit the configuration.
+    """
     placement = checked.placement
     spec = trainer_spec(checked.config, checked.format, run_id, declines_delta=placement.declines_delta)
     trainer = running.start_trainer(spec, placement.trainers)
     if resume.trainer:
-        trainer.load(resume.trainer)
+        try:
+            trainer.load(resume.trainer)
+        except CallError as error:
+            if not isinstance(error.__cause__, ValueError):
+                raise
+            raise RunDirectoryError(str(error)) from error
     return trainer
 
 

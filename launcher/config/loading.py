@@ -7,7 +7,7 @@ second, not the start of a cluster. `launcher.checks.check` checks the keys that
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar, get_args
 
@@ -16,12 +16,14 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from history.config import Config
-from launcher.config.yaml_source import Source, Value, dump, parse_value, read
+from launcher.config.yaml_source import Source, Value, brief, dump, parse_value, read
 from launcher.errors import ConfigError
 from megatron_rl.stages import Stage, known_settings
 
 MAX_PROBLEMS = 8
 """Listed problems; more would not fit on one screen."""
+MOST_BITS = 128
+"""Of a whole number. No key means a larger one, and products of such numbers overflow in estimates."""
 
 C = TypeVar("C", bound=Config)
 
@@ -34,6 +36,11 @@ def load(kind: type[C], path: str | Path, overrides: Sequence[str] = ()) -> C:
     source = read(Path(path))
     for override in overrides:
         _override(kind, source, override)
+    if too_large := [
+        f"{source.place_of(key)}: `{key}` is a whole number of more than {MOST_BITS} bits; write a smaller one"
+        for key in _too_large(source.values, "")
+    ]:
+        raise ConfigError(listing(str(path), too_large))
     try:
         return kind.model_validate_json(json.dumps(source.values, default=str), strict=True)
     except ValidationError as error:
@@ -65,7 +72,7 @@ def _override(kind: type[Config], source: Source, text: str) -> None:
     """Sets one `a.b.c=value` in place. A setting of a stage that is a bare name makes it a table."""
     dotted, equals, value = text.partition("=")
     if not equals or not all(dotted.split(".")):
-        raise ConfigError(f"override `{text}` is not of the form `a.b.c=value`")
+        raise ConfigError(f"override `{brief(text)}` is not of the form `a.b.c=value`")
     *parents, last = dotted.split(".")
     target: Value = source.values
     for depth, name in enumerate(parents):
@@ -78,25 +85,27 @@ def _override(kind: type[Config], source: Source, text: str) -> None:
     elif isinstance(target, dict):
         target[last] = parse_value(value)
     else:
-        raise ConfigError(f"override `{text}`: `{'.'.join(parents)}` is a single value, it has no keys")
+        raise ConfigError(f"override `{brief(text)}`: `{'.'.join(parents)}` is a single value, it has no keys")
     for stale in [place for place in source.places if place.startswith(f"{dotted}.")]:
         del source.places[stale]
-    source.places[dotted] = f"override `{text}`"
+    source.places[dotted] = f"override `{brief(text)}`"
 
 
 def _child(target: Value, name: str, dotted: str, text: str) -> Value:
     if isinstance(target, list):
         return target[_index(target, name, text)]
     if not isinstance(target, dict):
-        raise ConfigError(f"override `{text}`: `{dotted.rpartition('.')[0]}` is a single value, it has no keys")
+        raise ConfigError(f"override `{brief(text)}`: `{dotted.rpartition('.')[0]}` is a single value, it has no keys")
     if target.get(name) is None:
         target[name] = {}
     return target[name]
 
 
 def _index(target: list[Value], name: str, text: str) -> int:
-    if not name.isdecimal() or int(name) >= len(target):
-        raise ConfigError(f"override `{text}`: `{name}` is not an index of a list of {len(target)} (0 is the first)")
+    if not name.isdecimal() or len(name) > 9 or int(name) >= len(target):
+        raise ConfigError(
+            f"override `{brief(text)}`: `{brief(name)}` is not an index of a list of {len(target)} (0 is the first)"
+        )
     return int(name)
 
 
@@ -154,8 +163,17 @@ def _location(kind: type[Config], location: tuple[int | str, ...]) -> tuple[list
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value, default=str)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return brief(json.dumps(value, default=str))
+
+
+def _too_large(value: Value, dotted: str) -> Iterator[str]:
+    """Keys at and below `dotted` with whole numbers of more than `MOST_BITS` bits."""
+    if isinstance(value, int) and value.bit_length() > MOST_BITS:
+        yield dotted
+    elif isinstance(value, dict | list):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        for name, inner in items:
+            yield from _too_large(inner, f"{dotted}.{name}" if dotted else str(name))
 
 
 def _nearest(kind: type[Config], dotted: str) -> str:

@@ -8,8 +8,9 @@ which the command is started.
 from typing import Literal
 
 from pydantic import Field, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
-from history.config import Config, HistoryConfig
+from history.config import MOST_SEED, Config, HistoryConfig
 from launcher.config.slurm import SlurmConfig
 from megatron_rl.config import AlgorithmConfig, CheckpointConfig, PublishConfig, TrainerConfig
 from rollout.config import (
@@ -22,18 +23,34 @@ from rollout.config import (
     SamplingConfig,
 )
 
+_NOT_IN_PROJECTS = "/\\#?%:"
+"""Characters that wandb refuses in the name of a project."""
+
 
 class WandbConfig(Config):
     """Weights & Biases. Offline runs are written to `wandb/` in the run directory; `wandb sync` uploads them later."""
 
     mode: Literal["offline", "online", "disabled"] = "offline"
     """`online` needs `WANDB_API_KEY` or an earlier `wandb login`. The other modes use no network."""
-    project: str = "megatron-rl"
-    """Weights & Biases project of the run."""
+    project: str = Field(default="megatron-rl", max_length=128)
+    """Weights & Biases project of the run, without its entity, which the variable WANDB_ENTITY names. At most 128
+    characters."""
     name: str = ""
     """Display name. Empty: the name of the run directory."""
     sample_rows: int = Field(default=16, ge=0)
     """Responses of each step in the samples table. `samples/` in the run directory holds all of them."""
+
+    @field_validator("project")
+    @classmethod
+    def _is_a_name_of_wandb(cls, value: str) -> str:
+        """Refuses early what wandb itself refuses when the run starts."""
+        if wrong := sorted(set(value) & set(_NOT_IN_PROJECTS)):
+            problem = (
+                f"the name of a project holds no {' '.join(wrong)}; name the project alone, and its entity (team or "
+                "user) by the variable WANDB_ENTITY, which a SLURM job receives by `cluster.slurm.environment`"
+            )
+            raise PydanticCustomError("wandb_project", "{problem}", {"problem": problem})
+        return value
 
 
 class ClusterConfig(Config):
@@ -72,7 +89,7 @@ class RunConfig(Config):
     """Directory for everything that the run writes. A run resumes if it holds a checkpoint."""
     num_steps: int = Field(gt=0)
     """Training steps, including those before a resume."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of prompt order, sampling and batching. Nothing else is random."""
     deterministic: bool = False
     """Bitwise repeatable on one machine; tests prove it on CPUs. Needs one engine; a step is admitted as a whole before
@@ -153,7 +170,7 @@ class SftConfig(Config):
     """Optimizer steps."""
     batch_size: int = Field(default=64, gt=0)
     """Rows of one optimizer step."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of the row order."""
     trainer: TrainerConfig = TrainerConfig()
     """The Megatron trainer."""
@@ -180,7 +197,7 @@ class EvalConfig(Config):
     """The vLLM engines. Only format `bf16`."""
     reward: RewardConfig = RewardConfig()
     """Scoring of responses."""
-    seed: int = Field(default=0, ge=0)
+    seed: int = Field(default=0, ge=0, le=MOST_SEED)
     """Seed of sampling at temperatures above 0."""
     stop_token_ids: tuple[int, ...] = ()
     """Tokens that end a response, beside those of the model; `sampling.stop_token_ids` of the run."""

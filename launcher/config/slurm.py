@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from history.config import Config
+from history.config import MOST_PROCESSES, Config
 
 
 class ContainerConfig(Config):
@@ -24,11 +24,11 @@ class ContainerConfig(Config):
 class SlurmConfig(Config):
     """The SLURM job that `megatron-rl slurm` submits. Empty values are left to SLURM's defaults."""
 
-    nodes: int = Field(default=1, gt=0)
+    nodes: int = Field(default=1, gt=0, le=MOST_PROCESSES)
     """Nodes that the run uses."""
-    spares: int = Field(default=0, ge=0)
+    spares: int = Field(default=0, ge=0, le=MOST_PROCESSES)
     """Additional nodes to allocate. They replace nodes that fail the checks at the start of the job, or die later."""
-    gpus_per_node: int = Field(default=0, ge=0)
+    gpus_per_node: int = Field(default=0, ge=0, le=MOST_PROCESSES)
     """GPUs of each node. For GPUs of a type, `extra` also has `--gres=gpu:TYPE:COUNT` with the same number; the script
     then leaves `--gpus-per-node` out. With 0, `srun megatron-rl run` takes the number that its first node sees."""
     gpu: Literal["", "a100", "h100", "h200", "b200"] = ""

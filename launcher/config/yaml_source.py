@@ -1,13 +1,13 @@
 """Reads a YAML mapping with the line of each key, and writes one that reads back to the same values.
 
-Three differences from PyYAML's defaults prevent silent mistakes. A key given twice is refused. `1e-4` is a number
-(YAML 1.2) rather than text (YAML 1.1), so the text `1e-4` is written in quotes. A number with a leading zero is
-refused, because YAML 1.1 reads 010 as 8 (octal).
+Four differences from PyYAML's defaults prevent silent mistakes. Keys are texts, also `on` and 2026-11-30. A key given
+twice is refused. `1e-4` is a number (YAML 1.2) rather than text (YAML 1.1), so the text `1e-4` is written in quotes. A
+number with a leading zero is refused, because YAML 1.1 reads 010 as 8 (octal).
 """
 
 import datetime
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,28 @@ Value = Scalar | list["Value"] | dict[str, "Value"]
 
 
 class _Loader(yaml.SafeLoader):
-    """SafeLoader with YAML 1.2 floats."""
+    """SafeLoader with YAML 1.2 floats and texts as keys. It names the place of a scalar that cannot be read."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> object:
+        """The value of a node.
+
+        Raises:
+            yaml.YAMLError: the text looks like a date or a number and is none, as 2026-02-30.
+        """
+        try:
+            return super().construct_object(node, deep=deep)
+        except (ValueError, LookupError, AttributeError) as error:  # of PyYAML's conversion of one scalar
+            kind = node.tag.rpartition(":")[2]
+            problem = f"{brief(str(node.value))} is no {kind} ({error}); write it in quotes if it is a text"
+            raise yaml.constructor.ConstructorError(None, None, problem, node.start_mark) from error
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
+        """A table whose keys are texts as they are written: YAML has the key 2026-11-30 as a date, and `on` as true."""
+        self.flatten_mapping(node)
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                key.tag = "tag:yaml.org,2002:str"
+        return super().construct_mapping(node, deep=deep)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -34,6 +55,7 @@ _FLOATS = (
 )
 _Loader.add_implicit_resolver(*_FLOATS)
 _Dumper.add_implicit_resolver(*_FLOATS)
+_ENDLESS = ": lists or tables are too deep, or an alias (*name) is inside its own anchor (&name); remove it"
 _LEADING_ZERO = re.compile(r"[-+]?0[0-9_]*[0-9]")
 
 
@@ -59,14 +81,18 @@ def parse_value(text: str) -> Value:
     try:
         node = yaml.compose(text, _Loader)
         value: Value = yaml.load(text, _Loader)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"`{text}` is not a YAML value: {_one_line(error)}") from error
-    try:
         for number in _with_leading_zero(node):
             raise ConfigError(_octal(number))
         return _unshared(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"`{brief(text)}` is not a YAML value: {_one_line(error)}") from error
     except RecursionError:
-        raise ConfigError(f"`{text}`: an alias (*name) is inside its own anchor (&name); remove it") from None
+        raise ConfigError(f"`{brief(text)}`{_ENDLESS}") from None
+
+
+def brief(text: str) -> str:
+    """At most 60 characters of a text, for an error."""
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def dump(values: Mapping[str, object]) -> str:
@@ -97,6 +123,8 @@ def read(path: Path) -> Source:
         values: Value = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not YAML: {_one_line(error)}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}{_ENDLESS}") from None
     if values is None:
         raise ConfigError(f"{path} is empty; it needs at least the keys that have no default (docs/configuration.md)")
     if not isinstance(values, dict):
@@ -107,7 +135,7 @@ def read(path: Path) -> Source:
         for number in _with_leading_zero(node):
             raise ConfigError(f"{path}:{number.start_mark.line + 1}: {_octal(number)}")
     except RecursionError:
-        raise ConfigError(f"{path}: an alias (*name) is inside its own anchor (&name); remove it") from None
+        raise ConfigError(f"{path}{_ENDLESS}") from None
     return Source(values={key: _unshared(value) for key, value in values.items()}, places=places)
 
 

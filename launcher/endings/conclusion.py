@@ -18,7 +18,8 @@ from pathlib import Path
 from types import FrameType
 
 from history.own_files import opener
-from launcher.cluster.node import END_OF_RAY, memory_kills
+from launcher.cluster.memory_limit import memory_kills
+from launcher.cluster.node import END_OF_RAY
 from launcher.endings.kinds import Ending, Verdict, causes, judge
 from launcher.endings.saved_work import saved_work
 from launcher.endings.screen import first_traceback, one_line, process_log_path, screen
@@ -81,7 +82,8 @@ def logs_beside(output: Path) -> Path:
 def conclude(error: BaseException, command: Command) -> int:
     """Write the log, print the screen and return the exit code."""
     launch_error = next((cause for cause in causes(error) if isinstance(cause, LaunchError)), None)
-    verdict = judge(error, memory_kills=memory_kills() - command.kills_before, in_8_bits=command.in_8_bits)
+    kills = max(memory_kills() - command.kills_before, 0)  # a group that has ended takes its count along
+    verdict = judge(error, memory_kills=kills, in_8_bits=command.in_8_bits)
     if launch_error is not None and verdict.ending is Ending.USER_INPUT:
         print(f"megatron-rl {command.name}: {launch_error}", file=sys.stderr)
         return verdict.ending.code

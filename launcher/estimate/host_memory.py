@@ -17,7 +17,7 @@ Constants without a measurement are named estimates.
 
 from collections.abc import Sequence
 
-from history.lengths.book import most_bytes
+from history.lengths.book import KEPT_VISITS, most_bytes
 from history.store.prompt_store import RESPONSE_BYTES
 from launcher.config.schema import RunConfig
 from launcher.estimate.device_memory import columns
@@ -98,7 +98,10 @@ def _processes(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     ]
     if load.is_first:
         items += [
-            MemoryItem(what="controller", num_bytes=CONTROLLER_BYTES + book_bytes(run.config), knob=""),
+            MemoryItem(what="controller", num_bytes=CONTROLLER_BYTES, knob=""),
+            MemoryItem(
+                what="lengths of responses", num_bytes=book_bytes(run.config, run.num_prompts), knob="num_steps"
+            ),
             MemoryItem(what="text actor", num_bytes=TOKENIZER_PROCESS_BYTES, knob=""),
         ]
     workers = load.num_scorers * run.config.reward.num_workers * REWARD_WORKER_BYTES
@@ -109,13 +112,15 @@ def _processes(run: PlannedRun, load: NodeLoad) -> list[MemoryItem]:
     return [item for item in items if item.num_bytes]
 
 
-def book_bytes(config: RunConfig) -> int:
-    """Bound of the lengths that the controller keeps for forecasts (`history.lengths.book`).
+def book_bytes(config: RunConfig, num_prompts: int) -> int:
+    """Bytes of the lengths that the controller keeps for forecasts (`history.lengths.book`).
 
-    Every group of the run counts as a visit that is kept, because the number of prompts in the files is not known here.
-    If prompts come again often, the book keeps less: only their last visits.
+    Every group of the run is a visit. The book keeps the last visits of each prompt only, but the number of prompts may
+    be unknown (0).
     """
     num_visits = config.num_steps * config.algorithm.max_groups
+    if num_prompts:
+        num_visits = min(num_visits, KEPT_VISITS * num_prompts)
     return most_bytes(num_visits=num_visits, visit_responses=config.algorithm.group_size)
 
 

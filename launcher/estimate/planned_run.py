@@ -22,6 +22,8 @@ class PlannedRun:
     """What the algorithm needs beside the policy."""
     kernels: Kernels = "fused"
     """Of the trainer's layers (`launcher.estimate.trainer_kernels`)."""
+    num_prompts: int = 0
+    """Number of training prompts; 0 if unknown, because their files were not read."""
 
     @property
     def publish_bytes(self) -> int:

@@ -138,6 +138,7 @@ _TRAINING: tuple[Row, ...] = (
         "Divergence from the reference policy in the reward, without its coefficient.",
         "",
     ),
+    ("actor/reward_kl_bounded", "tokens", "sum", "Tokens whose k3 in the reward is bounded at 10.", "near 0"),
     ("actor/kl_coef", "coefficient", "last", "Coefficient of the divergence in this step.", ""),
     ("actor/entropy_coeff", "coefficient", "last", "Coefficient of the entropy bonus in this step.", ""),
     ("actor/grad_norm", "gradient norm", "mean over optimizer steps", "Norm of the gradient before clipping.", ""),

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import yaml
 
 from launcher.metrics.panels import DASHBOARD, Panel
 from launcher.metrics.registry import find
@@ -19,8 +18,9 @@ from launcher.report.charts import Line, line_chart, note, stacked_chart
 from launcher.report.html import grid, page, section, table
 from launcher.report.lanes import PART_LABELS
 from launcher.report.metric_table import Floats, Ints, MetricTable
+from launcher.report.reading import RecordReader
 from launcher.report.run_timeline import START_S
-from launcher.run_dir.atomic_files import replace_text
+from launcher.run_dir.atomic_files import left_out, replace_text
 from rollout.tracing.timeline import Part
 
 CAUSES = tuple(part for part in Part if part is not Part.SATURATED)
@@ -42,6 +42,8 @@ class RecordedRun:
     """Dotted keys of `config.yaml`, values as JSON."""
     starts: Ints
     """[rows] number of the start that recorded each row; equal numbers where earlier versions noted no times."""
+    notes: Sequence[str] = ()
+    """Sentences about damaged records that are left out."""
 
     def line(self, metric: str, *, label: str, over_hours: bool) -> Line:
         """The recorded values of a metric, over steps (from 1) or hours."""
@@ -102,8 +104,8 @@ def _read(run_dir: Path, name: str) -> RecordedRun:
     table = MetricTable.read(run_dir)
     if not table.num_rows:
         raise FileNotFoundError(f"{run_dir} holds no metrics; name the run directory of a run that has finished a step")
-    config = run_dir / "config.yaml"
-    text = config.read_text(encoding="utf-8") if config.exists() else ""
+    reader = RecordReader(run_dir)
+    _, settings = reader.config()
     seconds = table.seconds()
     pauses_s = np.diff(table.filled("time_s")) - seconds[1:]
     return RecordedRun(
@@ -111,16 +113,17 @@ def _read(run_dir: Path, name: str) -> RecordedRun:
         table=table,
         hours=seconds.cumsum() / 3600,
         paused_h=float(pauses_s[pauses_s > START_S].sum()) / 3600,
-        settings=dict(_flat(yaml.safe_load(text) or {}, "")),
-        starts=_starts(run_dir, table.filled("time_s")),
+        settings=dict(_flat(settings, "")),
+        starts=_starts(reader.environment(), table.filled("time_s")),
+        notes=[*left_out(run_dir / "metrics.jsonl", table.num_damaged), *reader.notes],
     )
 
 
-def _starts(run_dir: Path, ended_s: Floats) -> Ints:
+def _starts(newest: Mapping[str, object], ended_s: Floats) -> Ints:
     """Number of the start that recorded each row, from the times at which the rows ended."""
-    environment = run_dir / "environment.json"
-    newest = json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {}
-    begun_s = [each["time_s"] for each in (*newest.get("earlier", ()), newest) if "time_s" in each]
+    earlier = newest.get("earlier")
+    found = [each for each in (*(earlier if isinstance(earlier, list) else ()), newest) if isinstance(each, Mapping)]
+    begun_s = [begun for each in found if isinstance(begun := each.get("time_s"), int | float)]
     return np.maximum.accumulate(np.searchsorted(np.sort(np.array(begun_s, dtype=np.float64)), ended_s))
 
 
@@ -129,7 +132,7 @@ def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:
         for name, inner in value.items():
             yield from _flat(inner, f"{key}.{name}" if key else str(name))
     else:
-        yield key, json.dumps(value)
+        yield key, json.dumps(value, default=str)
 
 
 def write_dashboard(run_dirs: Sequence[Path], target: Path) -> Path:
@@ -163,7 +166,14 @@ def _note(runs: Sequence[RecordedRun]) -> str:
         '<p class="note">Hours are those of steps, evaluations and checkpoints. Pauses and start-ups between them, and '
         f"steps that were taken again, are left out: {pauses}.</p>"
     )
-    return note(max(run.table.num_rows for run in runs)) + (paused if pauses else "")
+    damaged = [html.escape(f"{run.name}: {text}.") for run in runs for text in run.notes]
+    return "".join(
+        [
+            note(max(run.table.num_rows for run in runs)),
+            paused if pauses else "",
+            *(f'<p class="note">{text}</p>' for text in damaged),
+        ]
+    )
 
 
 def _sections(runs: Sequence[RecordedRun], ways: Sequence[tuple[bool, str]]) -> Iterator[str]:

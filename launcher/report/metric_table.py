@@ -14,7 +14,7 @@ from typing import Self
 import numpy as np
 import numpy.typing as npt
 
-from launcher.run_dir.atomic_files import iterate_rows
+from launcher.run_dir.atomic_files import iterate_lines
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -38,17 +38,23 @@ class MetricTable:
 
     num_rows: int
     blocks: Sequence[Block]
+    num_damaged: int = 0
+    """Lines that were left out."""
 
     @classmethod
-    def of(cls, rows: Iterable[Mapping[str, object]]) -> Self:
-        """The table of rows; values that are not numbers are left out."""
+    def of(cls, rows: Iterable[Mapping[str, object] | None]) -> Self:
+        """The table of rows; values that are not numbers are left out. None is a damaged line."""
         numbers: dict[tuple[str, ...], list[int]] = {}
         values: dict[tuple[str, ...], array[float]] = {}
-        count = 0
-        for count, row in enumerate(rows, 1):
+        count = num_damaged = 0
+        for row in rows:
+            if row is None:
+                num_damaged += 1
+                continue
             names, figures = _numbers(row)
-            numbers.setdefault(names, []).append(count - 1)
+            numbers.setdefault(names, []).append(count)
             values.setdefault(names, array("d")).extend(figures)
+            count += 1
         blocks = [
             Block(
                 numbers=np.array(of_names, dtype=np.int64),
@@ -58,12 +64,12 @@ class MetricTable:
             for names, of_names in numbers.items()
             if names
         ]
-        return cls(num_rows=count, blocks=blocks)
+        return cls(num_rows=count, blocks=blocks, num_damaged=num_damaged)
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:
         """The table of a run directory; without rows if it has no metrics."""
-        return cls.of(iterate_rows(run_dir / "metrics.jsonl"))
+        return cls.of(line.row for line in iterate_lines(run_dir / "metrics.jsonl"))
 
     def column(self, name: str) -> tuple[Ints, Floats]:
         """Numbers of the rows that hold a metric, and its values."""

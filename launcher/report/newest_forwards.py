@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 
-from launcher.run_dir.forward_traces import read_forwards
+from launcher.run_dir.forward_traces import read_forwards, sound_forwards
 from rollout.tracing.forwards import FORWARD, Forwards
 from rollout.tracing.timeline import GAP_S
 
@@ -32,6 +32,8 @@ class NewestForwards:
     """Whether older forwards are missing: removed, or beyond the budget."""
     forwards_each: int
     """Neighbouring forwards for which a record stands; the last record of an engine may stand for fewer."""
+    num_damaged: int = 0
+    """Records that were left out, because their times are damaged."""
 
 
 def newest_forwards(traces: Path, *, since_s: float, max_bytes: int) -> NewestForwards:
@@ -40,21 +42,29 @@ def newest_forwards(traces: Path, *, since_s: float, max_bytes: int) -> NewestFo
     `max_bytes` is for all engines together, an equal part for each. If one has more since then, all begin at `since_s`,
     with the forward that ran then. If all have more together, forwards are thinned evenly.
     """
-    found, is_cut = read_forwards(traces, max_bytes=max_bytes)
+    found, is_cut, num_damaged = _read_sound(traces, max_bytes)
     missing = {number for number, forwards in enumerate(found) if _begins_after(forwards, since_s)}
     if not is_cut or not missing:
-        return NewestForwards(by_engine=found, is_cut=is_cut, forwards_each=1)
+        return NewestForwards(by_engine=found, is_cut=is_cut, forwards_each=1, num_damaged=num_damaged)
     read_bytes = max_bytes
     while missing:
         read_bytes *= 2
-        more, _ = read_forwards(traces, max_bytes=read_bytes)
+        more, _, num_damaged = _read_sound(traces, read_bytes)
         # an engine of which there is no more began later
         grown = {number for number in missing if len(more[number]) > len(found[number])}
         missing = {number for number in grown if _begins_after(more[number], since_s)}
         found = more
     found = [_since(forwards, since_s) for forwards in found]
     each = max(1, -(-sum(forwards.nbytes for forwards in found) // max_bytes))
-    return NewestForwards(by_engine=[_thinned(forwards, each) for forwards in found], is_cut=True, forwards_each=each)
+    thinned = [_thinned(forwards, each) for forwards in found]
+    return NewestForwards(by_engine=thinned, is_cut=True, forwards_each=each, num_damaged=num_damaged)
+
+
+def _read_sound(traces: Path, max_bytes: int) -> tuple[list[Forwards], bool, int]:
+    """As `read_forwards`, without damaged records, and how many those are."""
+    read, is_cut = read_forwards(traces, max_bytes=max_bytes)
+    found = [sound_forwards(forwards) for forwards in read]
+    return found, is_cut, sum(map(len, read)) - sum(map(len, found))
 
 
 def _begins_after(forwards: Forwards, since_s: float) -> bool:

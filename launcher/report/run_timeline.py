@@ -125,6 +125,8 @@ def read_timeline(run_dir: Path, metrics: MetricTable) -> RunTimeline:
     steps = all_steps = _steps(metrics)
     since_s = steps[-1].start_s if steps else math.inf
     found = newest_forwards(run_dir / "traces", since_s=since_s, max_bytes=MAX_FORWARD_BYTES)
+    if found.num_damaged:
+        notes += [f"{found.num_damaged} forwards of engines have damaged times and are not shown."]
     starts_s = [float(forwards["started_at_s"][0]) for forwards in found.by_engine if len(forwards)]
     if found.is_cut and starts_s:
         steps = [step for step in steps if step.start_s > max(starts_s)] or steps[-1:]

@@ -12,10 +12,9 @@ import html
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-
-import yaml
 
 from history.drafting.stats import SOURCES
 from launcher.report.charts import Line, line_chart, note, stacked_chart
@@ -24,10 +23,12 @@ from launcher.report.fleet import fleet_section
 from launcher.report.html import grid, page, section, table, tiles
 from launcher.report.metric_table import MetricTable
 from launcher.report.mismatch_section import mismatch_section
+from launcher.report.reading import RecordReader
 from launcher.report.run_timeline import RunTimeline, read_timeline
 from launcher.report.timeline_section import last_steps, timeline_section
-from launcher.run_dir.atomic_files import read_rows, replace_text
-from launcher.run_dir.places import Places, read_places
+from launcher.run_dir.atomic_files import left_out, replace_text
+from launcher.run_dir.places import Places
+from launcher.run_dir.step_files import step_files
 from launcher.run_dir.step_timeline import BETWEEN_STEPS
 from rollout.evaluation import WHOLE_SET, Change, EvaluationRow, changes, comparable, notes
 
@@ -51,7 +52,11 @@ class Record:
     samples: Mapping[int, Sequence[Mapping[str, object]]]
     """Rows of the first and the last step that have metrics, by step."""
     config_text: str
+    settings: Mapping[str, object]
+    """Keys of the configuration."""
     environment: Mapping[str, object]
+    notes: Sequence[str]
+    """Sentences about damaged records that are left out."""
 
 
 def read_record(run_dir: Path) -> Record:
@@ -60,30 +65,30 @@ def read_record(run_dir: Path) -> Record:
         raise FileNotFoundError(
             f"{run_dir} holds no metrics.jsonl; name the run directory of a run that has finished a step"
         )
-    environment = run_dir / "environment.json"
-    config = run_dir / "config.yaml"
-    metrics = MetricTable.read(run_dir)
+    reader, metrics = RecordReader(run_dir), MetricTable.read(run_dir)
+    config_text, settings = reader.config()
     return Record(
         name=run_dir.resolve().name,
         metrics=metrics,
         timeline=read_timeline(run_dir, metrics),
-        places=read_places(run_dir),
-        evaluation=[EvaluationRow.from_row(row) for row in read_rows(run_dir / "evaluation.jsonl")],
-        samples=_read_samples(run_dir, metrics),
-        config_text=config.read_text(encoding="utf-8") if config.exists() else "",
-        environment=json.loads(environment.read_text(encoding="utf-8")) if environment.exists() else {},
+        places=reader.places(),
+        evaluation=reader.evaluation(),
+        samples=_read_samples(reader, metrics),
+        config_text=config_text,
+        settings=settings,
+        environment=reader.environment(),
+        notes=[*left_out(run_dir / "metrics.jsonl", metrics.num_damaged), *reader.notes],
     )
 
 
-def _read_samples(run_dir: Path, metrics: MetricTable) -> dict[int, Sequence[Mapping[str, object]]]:
+def _read_samples(reader: RecordReader, metrics: MetricTable) -> dict[int, Sequence[Mapping[str, object]]]:
     """Samples of the first and the last step, by step.
 
     Files beyond the last row of metrics are of steps that a resume takes again, perhaps with other samples.
     """
-    last = int(metrics.filled("step")[-1]) if metrics.num_rows else -1
-    found = [(int(path.stem.rpartition("-")[2]), path) for path in (run_dir / "samples").glob("step-*.jsonl")]
-    numbered = sorted((step, path) for step, path in found if step <= last)
-    return {step: read_rows(path) for step, path in [*numbered[:1], *numbered[1:][-1:]]}
+    last = metrics.filled("step")[-1] if metrics.num_rows else -1
+    numbered = [(step, path) for step, path in step_files(reader.run_dir / "samples") if step <= last]
+    return {step: reader.rows(path) for step, path in [*numbered[:1], *numbered[1:][-1:]]}
 
 
 def write_report(run_dir: Path) -> Path:
@@ -97,6 +102,7 @@ def write_report(run_dir: Path) -> Path:
     body = "".join(
         (
             note(metrics.num_rows),
+            "".join(f'<p class="note">{html.escape(text)}.</p>' for text in record.notes),
             _summary(record),
             _evaluation(record),
             _charts(metrics),
@@ -115,17 +121,30 @@ def write_report(run_dir: Path) -> Path:
 
 
 def _subtitle(record: Record) -> str:
-    settings = yaml.safe_load(record.config_text) if record.config_text else {}
     parts = [f"{record.metrics.num_rows} steps"]
-    if settings:
-        parallel = settings["trainer"]["parallel"]
-        parts += [
-            str(settings["model"]),
-            f"{settings['engine']['format']} rollouts",
-            f"trainer tp {parallel['tensor']} pp {parallel['pipeline']} dp {parallel['data']}",
-        ]
+    with suppress(KeyError):  # no configuration, or a part of one
+        parts += _of_settings(record.settings)
     commit = str(record.environment.get("commit") or "")
     return " · ".join([*parts, *([f"commit {commit[:12]}"] if commit else [])])
+
+
+def _of_settings(settings: Mapping[str, object]) -> list[str]:
+    tensor, pipeline, data = (_value(settings, f"trainer.parallel.{key}") for key in ("tensor", "pipeline", "data"))
+    return [
+        str(_value(settings, "model")),
+        f"{_value(settings, 'engine.format')} rollouts",
+        f"trainer tp {tensor} pp {pipeline} dp {data}",
+    ]
+
+
+def _value(settings: Mapping[str, object], key: str) -> object:
+    """The value of a dotted key; raises `KeyError` without it."""
+    found: object = settings
+    for name in key.split("."):
+        if not isinstance(found, Mapping):
+            raise KeyError(key)
+        found = found[name]
+    return found
 
 
 def _summary(record: Record) -> str:

@@ -4,14 +4,27 @@ A reader of a replaced file sees the old text or the new text, never a part. In 
 is incomplete; `drop_torn_line` removes it before the next append.
 """
 
+import codecs
 import json
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from pydantic_core import from_json
 
 from history.own_files import opener
+from launcher.errors import RunDirectoryError
+
+
+class Line(NamedTuple):
+    """A line of a JSON-lines file that is not blank."""
+
+    number: int
+    """Counted from 1."""
+    text: bytes
+    row: dict[str, object] | None
+    """None if the line is damaged: it holds no row."""
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -70,21 +83,60 @@ def replace_rows(path: Path, rows: Iterable[Mapping[str, object]]) -> None:
 
 
 def read_rows(path: Path) -> list[dict[str, object]]:
-    """All rows of a JSON-lines file; none if it does not exist."""
+    """All rows of a JSON-lines file; none if it does not exist.
+
+    Raises:
+        RunDirectoryError: a line is damaged.
+    """
     return list(iterate_rows(path))
 
 
 def iterate_rows(path: Path) -> Iterator[dict[str, object]]:
     """The rows of a JSON-lines file, one after another; none if it does not exist.
 
+    Raises:
+        RunDirectoryError: a line is damaged; names the file, the line and what to do.
+    """
+    for line in iterate_lines(path):
+        if line.row is None:
+            raise RunDirectoryError(
+                f"{path}, line {line.number}: holds no row, but {line.text[:40]!r}; remove that line "
+                f"(`sed -i {line.number}d {path}`)"
+            )
+        yield line.row
+
+
+def iterate_lines(path: Path) -> Iterator[Line]:
+    """As `iterate_rows`, with damaged lines, for readers that leave them out and say so (`left_out`).
+
     A last line without newline is left out: a process is writing it. A reader can see part of a single write.
     """
     if not path.exists():
         return
     with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n") and line != b"\n":
-                yield from_json(line)
+        for number, text in enumerate(file, 1):
+            if text.endswith(b"\n") and text.strip():
+                yield Line(number, text, _row(text.removeprefix(codecs.BOM_UTF8)))
+
+
+def _row(text: bytes) -> dict[str, object] | None:
+    try:
+        row = from_json(text)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def readable_rows(path: Path) -> tuple[list[dict[str, object]], int]:
+    """The rows of a JSON-lines file, and how many damaged lines are left out."""
+    rows = [line.row for line in iterate_lines(path)]
+    found = [row for row in rows if row is not None]
+    return found, len(rows) - len(found)
+
+
+def left_out(path: Path, count: int) -> list[str]:
+    """A sentence about damaged lines that a reader has left out; empty without them."""
+    return [f"{count} line(s) of {path.name} are damaged and left out"] if count else []
 
 
 def drop_torn_line(path: Path) -> None:

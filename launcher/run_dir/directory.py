@@ -11,12 +11,15 @@ does not exist; an incomplete checkpoint has the suffix `.partial`. What a run c
 and before the first write of the next start, because it may be what fills the disk.
 
 `RunLock` is a lock of the kernel (`flock`), which ends with its process, so a stale LOCK file does not block a start.
-The file's text (process id, host) is for people and for the message of a refusal. Descriptors are closed on exec, so
-that engines and workers of a run do not hold its lock.
+The file's text (process id, host) is for the message of a refusal; an orderly end empties it. Descriptors are closed on
+exec, so that engines and workers of a run do not hold its lock.
+
+On some mounts a lock holds on one node only. Where the text names another host, signs of life in `status.json` decide.
 """
 
 import fcntl
 import json
+import logging
 import math
 import os
 import socket
@@ -31,9 +34,10 @@ from history.own_files import opener, refuse_planted_links
 from launcher.checks.paths import folder_problems
 from launcher.errors import RunDirectoryError, RunInUseError
 from launcher.run_dir.atomic_files import (
+    Line,
     append_line,
     drop_torn_line,
-    iterate_rows,
+    iterate_lines,
     read_rows,
     replace_rows,
     replace_text,
@@ -43,6 +47,19 @@ from launcher.run_dir.atomic_files import (
 from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.exported import remove_unfinished_export
 from launcher.run_dir.forward_traces import drop_torn_record, remove_forwards
+from launcher.run_dir.lock_reach import locks_reach_all_nodes
+from launcher.run_dir.status import ALIVE_EVERY_S, read_now
+from launcher.run_dir.step_files import step_files
+from rollout.evaluation import EvaluationRow
+from rollout.patience import AwakeClock
+
+_log = logging.getLogger(__name__)
+
+YOUNG_S = 3 * ALIVE_EVERY_S
+"""A holder on another node whose last sign is older has ended."""
+WATCH_S = 2 * ALIVE_EVERY_S
+"""For which a start waits for a new sign: network file systems show one late."""
+_LOOK_S = 1.0
 
 
 class RunLock:
@@ -51,8 +68,11 @@ class RunLock:
     def __init__(self, path: Path) -> None:
         """Acquires the lock.
 
+        Waits for `WATCH_S` at most if a process of another node has left its name within `YOUNG_S`, and the file system
+        is not known to have locks that hold on all nodes.
+
         Raises:
-            RunInUseError: another process has it (named).
+            RunInUseError: another process has it (named), or lives on another node whose locks are not seen here.
             RunDirectoryError: the file system has no locks.
         """
         self._descriptor = opener(str(path), os.O_RDWR | os.O_CREAT, 0o644)
@@ -71,6 +91,11 @@ class RunLock:
                 f"run_dir `{path.parent}`: its file system has no locks (flock: {error.strerror}), so two runs could "
                 "write there at once; mount it with them (Lustre: `-o flock`), or give a run_dir elsewhere"
             ) from error
+        try:
+            _refuse_other_node(path, os.pread(self._descriptor, 4096, 0).decode(errors="replace"))
+        except RunInUseError:
+            self._unlock()  # the text stays that of the holder
+            raise
         os.ftruncate(self._descriptor, 0)
         with suppress(OSError):  # a full disk has no room for the text; the lock holds without it
             os.write(self._descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode())
@@ -84,17 +109,60 @@ class RunLock:
         """Releases the lock; a second call does nothing. The file stays, so that every opener locks the same file."""
         if self.is_held:
             os.ftruncate(self._descriptor, 0)
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough while a child is between fork and exec
-            os.close(self._descriptor)
-            self._descriptor = -1
+            self._unlock()
+
+    def _unlock(self) -> None:
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # closing is not enough while a child is between fork and exec
+        os.close(self._descriptor)
+        self._descriptor = -1
 
 
-def _describe(holder: str) -> str:
+def _refuse_other_node(lock: Path, holder: str) -> None:
+    """Refuse a run directory in which a process of another node lives, although its lock is free here.
+
+    A process that was killed leaves its name, too, but its `status.json` changes no more. Where locks are known to hold
+    on all nodes, a free one is enough, so a requeued job does not wait.
+    """
+    run_dir, host = lock.parent, _fields(holder).get("host", socket.gethostname())
+    if host == socket.gethostname() or locks_reach_all_nodes(run_dir):
+        return
+    sign_s = _sign_s(run_dir)
+    if time.time() - max(sign_s, lock.stat().st_mtime) > YOUNG_S:
+        return
+    _log.warning("%s names %s, which may still live: waits %.0f s for its signs", lock, _describe(holder), WATCH_S)
+    clock = AwakeClock()
+    while clock() < WATCH_S:
+        time.sleep(_LOOK_S)
+        if _sign_s(run_dir) > sign_s:
+            raise RunInUseError(
+                f"run_dir `{run_dir}` is in use by {_describe(holder)}: its lock is free here, but its status.json "
+                "changes. Locks of this file system hold on one node only; mount it with locks for all nodes (NFS: "
+                "without `nolock` and `local_lock`; Lustre: `-o flock`, not `-o localflock`), and wait for that run, "
+                "end it, or give another run_dir"
+            )
+
+
+def _sign_s(run_dir: Path) -> float:
+    """Last sign of life of a run that goes on, wall clock; 0 where there is none."""
+    try:
+        now = read_now(run_dir)
+    except (RunDirectoryError, OSError):  # the run that has the lock replaces it
+        return 0.0
+    return 0.0 if now is None or now.phase == "ended" else now.last_sign_s
+
+
+def _fields(holder: str) -> dict[str, object]:
+    """`pid` and `host` in the text of a lock; empty if it names no process."""
     try:
         fields = json.loads(holder)
     except ValueError:
-        return "another process"
-    return f"process {fields['pid']} on {fields['host']}"
+        return {}
+    return fields if isinstance(fields, dict) and {"pid", "host"} <= fields.keys() else {}
+
+
+def _describe(holder: str) -> str:
+    fields = _fields(holder)
+    return f"process {fields['pid']} on {fields['host']}" if fields else "another process"
 
 
 RECORDS = ("metrics.jsonl", "events.jsonl", "evaluation.jsonl")
@@ -168,14 +236,22 @@ class RunDirectory:
         """Saves the resolved configuration."""
         replace_text(self.path / "config.yaml", text)
 
-    def write_environment(self, environment: Row) -> None:
-        """Saves versions, machine and the present time (`time_s`); those of earlier starts move to `earlier`."""
-        target = self.path / "environment.json"
-        earlier: list[object] = []
+    def write_environment(self, environment: Row) -> list[str]:
+        """Saves versions, machine and the present time (`time_s`); those of earlier starts move to `earlier`.
+
+        A damaged file is kept under another name; returns a sentence about it.
+        """
+        target, damaged = self.path / "environment.json", self.path / "environment.damaged.json"
+        earlier, notes = list[object](), list[str]()
         if target.exists():
-            previous = json.loads(target.read_text(encoding="utf-8"))
-            earlier = [*previous.pop("earlier", []), previous]
+            try:
+                previous = json.loads(target.read_text(encoding="utf-8"))
+                earlier = [*previous.pop("earlier", []), previous]
+            except (ValueError, AttributeError, TypeError):
+                target.replace(damaged)
+                notes = [f"{target.name} is damaged and now named {damaged.name}"]
         replace_text(target, json.dumps({**environment, "time_s": time.time(), "earlier": earlier}, indent=2) + "\n")
+        return notes
 
     def append_metrics(self, step: int, metrics: Mapping[str, float], *, ended_s: float) -> None:
         """Appends a row to `metrics.jsonl`: the step, the wall clock at which it ended (`time_s`), the metrics."""
@@ -184,6 +260,25 @@ class RunDirectory:
     def metrics(self) -> list[dict[str, float]]:
         """All rows of `metrics.jsonl`."""
         return _floats(read_rows(self.path / "metrics.jsonl"))
+
+    def move_damaged_lines(self) -> list[str]:
+        """Moves lines of `metrics.jsonl` and `evaluation.jsonl` that hold no row of theirs to `*.abandoned.jsonl`.
+
+        A run needs none of them. Returns a sentence for each file that had some.
+        """
+        notes = []
+        for name in ("metrics", "evaluation"):
+            path, aside = self.path / f"{name}.jsonl", self.path / f"{name}.abandoned.jsonl"
+            damaged = [line for line in iterate_lines(path) if not _is_whole(line, name)]
+            if not damaged:
+                continue
+            with open(aside, "ab", opener=opener) as file:
+                file.write(b"".join(line.text for line in damaged))
+            kept = (line.text for line in iterate_lines(path) if _is_whole(line, name))
+            replace_text(path, b"".join(kept).decode())
+            numbers = ", ".join(str(line.number) for line in damaged[:5])
+            notes.append(f"{len(damaged)} damaged line(s) of {path.name} moved to {aside.name} (line {numbers})")
+        return notes
 
     def resume_at(self, step: int) -> int:
         """Ends the records before `step`, the next step to run; returns the number of abandoned rows.
@@ -265,15 +360,15 @@ class RunDirectory:
         if not keep_last:
             return
         for folder in ("samples", "traces"):
-            for path in (self.path / folder).glob("step-*.jsonl"):
-                if 0 < int(path.stem.removeprefix("step-")) < step - keep_last:
-                    path.unlink()
+            for number, path in step_files(self.path / folder):
+                if 0 < number < step - keep_last:
+                    path.unlink(missing_ok=True)
         remove_forwards(self.path / "traces", self._ended_s(step - keep_last - 1))
 
     def _ended_s(self, step: int) -> float:
         """When a step ended, wall clock; before all time for one that was not recorded."""
-        rows = iterate_rows(self.path / "metrics.jsonl")
-        ended_s = next((row["time_s"] for row in rows if row["step"] == step), None)
+        rows = (line.row for line in iterate_lines(self.path / "metrics.jsonl"))
+        ended_s = next((row.get("time_s") for row in rows if row is not None and row.get("step") == step), None)
         return float(ended_s) if isinstance(ended_s, int | float) else -math.inf
 
     def latest_checkpoint(self) -> tuple[int, Path] | None:
@@ -283,6 +378,18 @@ class RunDirectory:
             RunDirectoryError: `checkpoints/latest` holds no step, or names a checkpoint that is gone.
         """
         return self._checkpoints.latest()
+
+
+def _is_whole(line: Line, name: str) -> bool:
+    """Whether a line is a row of metrics or of an evaluation."""
+    if line.row is None or type(line.row.get("step")) is not int:
+        return False
+    if name == "evaluation":
+        try:
+            EvaluationRow.from_row(line.row)
+        except TypeError:
+            return False
+    return True
 
 
 def _step(row: Mapping[str, object]) -> int:

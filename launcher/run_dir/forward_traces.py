@@ -10,8 +10,11 @@ shift all later ones, so `drop_torn_record` removes it first. The newest closed 
 number above 1 says that older forwards were removed.
 """
 
+import math
 import os
+import re
 import sys
+import time
 from collections.abc import Iterable
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +28,15 @@ PART_BYTES = 4 << 20
 """Least size of a file that is closed: 150,000 forwards."""
 _OPEN = sys.maxsize
 """Number of the file to which the run appends: the last one of its engine."""
+_NAME = re.compile(r"engine-(0|[1-9][0-9]*)(?:\.([1-9][0-9]*))?\.forwards")
+"""Files of other names are a person's, and are left alone."""
+
+_FIRST_S = 1e9
+"""No run is older; wall clock."""
+_DAY_S = 86400.0
+"""No forward takes longer, and no clock is farther ahead of that of the reader."""
+_CLOCK_S = 1.0
+"""By which a corrected clock may let starts fall."""
 
 
 def append_forwards(traces: Path, engine: int, forwards: Forwards) -> None:
@@ -59,6 +71,20 @@ def read_forwards(traces: Path, *, max_bytes: int) -> tuple[list[Forwards], bool
         return _read(traces, max_bytes)
     except FileNotFoundError:  # a run has just closed or removed a file
         return _read(traces, max_bytes)
+
+
+def sound_forwards(forwards: Forwards) -> Forwards:
+    """Without damaged records, whose times are impossible or out of order; shorter if some were.
+
+    Of records that contradict each other, the fewer are taken as damaged.
+    """
+    starts, seconds = forwards["started_at_s"], forwards["seconds"]
+    is_possible = (starts >= _FIRST_S) & (starts <= time.time() + _DAY_S) & (seconds >= 0) & (seconds <= _DAY_S)
+    forwards = forwards[is_possible]
+    starts = forwards["started_at_s"]
+    is_early = starts < np.maximum.accumulate(starts) - _CLOCK_S
+    is_late = starts > np.minimum.accumulate(starts[::-1])[::-1] + _CLOCK_S
+    return np.asarray(forwards[~(is_early if is_early.sum() <= is_late.sum() else is_late)])
 
 
 def _read(traces: Path, max_bytes: int) -> tuple[list[Forwards], bool]:
@@ -102,15 +128,16 @@ def _files(traces: Path) -> dict[int, dict[int, Path]]:
     """Files of each engine: by the engine's number, then by their own, both ascending."""
     found: dict[int, dict[int, Path]] = {}
     for path in traces.glob("engine-*.forwards"):
-        engine, _, number = path.stem.removeprefix("engine-").partition(".")
-        found.setdefault(int(engine), {})[int(number or _OPEN)] = path
+        if name := _NAME.fullmatch(path.name):
+            found.setdefault(int(name[1]), {})[int(name[2] or _OPEN)] = path
     return {engine: dict(sorted(files.items())) for engine, files in sorted(found.items())}
 
 
 def _begin_s(path: Path) -> float:
-    """When the first forward of a closed file began; wall clock."""
+    """When the first forward of a closed file began, wall clock; before all time in a file without a whole record."""
     with path.open("rb") as file:
-        return float(decode_forwards(file.read(FORWARD.itemsize))["started_at_s"][0])
+        record = file.read(FORWARD.itemsize)
+    return float(decode_forwards(record)["started_at_s"][0]) if len(record) == FORWARD.itemsize else -math.inf
 
 
 def _whole(num_bytes: int) -> int:

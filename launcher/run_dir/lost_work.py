@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.atomic_files import readable_rows
 from launcher.run_dir.status import read_now
 
 
@@ -38,12 +38,14 @@ def lost_work(run_dir: Path, step: int) -> LostWork | None:
         last = None
     if last is None:
         return None
-    repeated = [row for row in read_rows(run_dir / "metrics.jsonl") if int(str(row["step"])) >= step]
+    rows, _ = readable_rows(run_dir / "metrics.jsonl")
+    repeated = [row for row in rows if isinstance(number := row.get("step"), int) and number >= step]
     pointer = run_dir / "checkpoints" / "latest"
     if pointer.exists():
         begin_s = pointer.stat().st_mtime
-    elif repeated:
-        begin_s = float(str(repeated[0]["time_s"])) - float(str(repeated[0].get("timing_s/step", 0.0)))
+    elif repeated and isinstance(ended_s := repeated[0].get("time_s"), int | float):
+        step_s = repeated[0].get("timing_s/step")
+        begin_s = ended_s - (step_s if isinstance(step_s, int | float) else 0.0)
     else:
         begin_s = last.since_s
     return LostWork(num_steps=len(repeated), seconds=max(0.0, last.last_sign_s - begin_s))

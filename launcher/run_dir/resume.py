@@ -38,13 +38,23 @@ def check_first_model(run_dir: Path, model: Path, *, resumes: bool) -> None:
     """
     digest, noted = _digest(model), run_dir / FIRST_MODEL
     if resumes and noted.exists():
-        if json.loads(noted.read_text(encoding="utf-8"))["digest"] != digest:
+        if _noted_digest(noted) != digest:
             raise RunDirectoryError(
                 f"`model` = {model} holds other weights than at the first start of run_dir `{run_dir}`; restore them, "
                 f"or name another run_dir. If they are right, remove {FIRST_MODEL} there"
             )
         return
     replace_text(noted, json.dumps({"model": str(model), "digest": digest}) + "\n")
+
+
+def _noted_digest(noted: Path) -> str:
+    try:
+        return str(json.loads(noted.read_text(encoding="utf-8"))["digest"])
+    except (ValueError, LookupError, TypeError) as error:
+        raise RunDirectoryError(
+            f"{noted} is damaged, so the weights of the first start are unknown; if `model` holds them, remove that "
+            "file"
+        ) from error
 
 
 def _digest(model: Path) -> str:
@@ -63,13 +73,13 @@ def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
     """`key: before -> now` for each key of the saved configuration that differs from `config`; none before the first
     start.
 
-    Raises `RunDirectoryError` if one of `FIXED` differs, or if the saved file has a function's name of an earlier
-    version.
+    Raises `RunDirectoryError` if one of `FIXED` differs, or if the saved file is damaged or has a function's name of an
+    earlier version.
     """
     saved = run_dir / "config.yaml"
     if not saved.exists():
         return []
-    before = flat_keys(yaml.safe_load(saved.read_text(encoding="utf-8")))
+    before = _read_saved(saved)
     _refuse_renamed(saved, before)
     lines = {key: f"{line}{_consequence(key, config)}" for key, line in _differences(before, config).items()}
     if fixed := [line for key, line in lines.items() if key in FIXED]:
@@ -80,12 +90,25 @@ def changed_keys(run_dir: Path, config: RunConfig) -> list[str]:
     return list(lines.values())
 
 
+def _read_saved(saved: Path) -> dict[str, object]:
+    try:
+        before = yaml.safe_load(saved.read_text(encoding="utf-8"))
+        if not isinstance(before, dict):
+            raise ValueError("it holds no table")
+    except (ValueError, yaml.YAMLError) as error:
+        raise RunDirectoryError(
+            f"{saved}, the configuration of the last start, is damaged ({str(error).splitlines()[0]}); restore it, or "
+            "remove it to resume without a comparison"
+        ) from error
+    return flat_keys(before)
+
+
 def changes_since_last_start(run_dir: Path, config: RunConfig) -> list[str]:
     """As `changed_keys`, for a run without a checkpoint. It starts from its first weights, so every key may change."""
     saved = run_dir / "config.yaml"
     try:
         before = yaml.safe_load(saved.read_text(encoding="utf-8"))
-    except (FileNotFoundError, yaml.YAMLError):  # the lines serve a person only, and must not keep a run from its start
+    except (FileNotFoundError, ValueError, yaml.YAMLError):  # the lines serve a person only, and end no start
         return []
     return list(_differences(flat_keys(before), config).values()) if isinstance(before, dict) else []
 

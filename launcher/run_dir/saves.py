@@ -11,6 +11,7 @@ have ended, which may write until then.
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -53,11 +54,19 @@ class _Save:
 class Saves:
     """The checkpoints of a run, one at a time."""
 
-    def __init__(self, directory: RunDirectory, config: CheckpointConfig, *, history: HistoryService | None) -> None:
+    def __init__(
+        self,
+        directory: RunDirectory,
+        config: CheckpointConfig,
+        *,
+        history: HistoryService | None,
+        say: Callable[[str], None] = print,
+    ) -> None:
         """Without drafts no `history`."""
         self._directory = directory
         self._config = config
         self._history = history
+        self._say = say
         self._save: _Save | None = None
         self._looked = 0.0
         self._finished: dict[str, float] = {}
@@ -119,7 +128,10 @@ class Saves:
         save, self._save, started = self._save, None, time.perf_counter()
         seconds = save.trainer.finish_save()
         final = self._directory.finish_checkpoint(save.step, self._config.keep_last)
-        self._directory.remove_samples(save.step, self._config.keep_last_samples)
+        try:
+            self._directory.remove_samples(save.step, self._config.keep_last_samples)
+        except OSError as error:  # the checkpoint is whole, and the run goes on without that room
+            self._say(f"older samples and traces could not be removed: {error}")
         if self._history is not None:
             self._history.saved(final / HISTORY)
         blocked_s = save.blocked_s + time.perf_counter() - started

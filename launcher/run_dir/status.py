@@ -7,6 +7,7 @@ run.
 """
 
 import json
+import math
 import os
 import socket
 import threading
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from history.own_files import opener
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.atomic_files import read_rows
+from launcher.run_dir.atomic_files import left_out, readable_rows
 from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.console import PHASES
 from launcher.run_dir.stop_request import read_request
@@ -177,13 +178,14 @@ def status_lines(run_dir: Path, *, now_s: float) -> list[str]:
     if not (run_dir / "metrics.jsonl").exists() and not (run_dir / STATUS).exists():
         raise RunDirectoryError(f"`{run_dir}` holds no run: it has neither {STATUS} nor metrics.jsonl")
     now = read_now(run_dir)
-    rows = read_rows(run_dir / "metrics.jsonl")
+    rows, num_damaged = readable_rows(metrics := run_dir / "metrics.jsonl")
     request = read_request(run_dir)
     return [
         *(_present(now, now_s) if now is not None else []),
         *_rates(rows, now.num_steps if now is not None else 0),
         f"checkpoint: {_newest_checkpoint(run_dir / 'checkpoints')}",
         *([f"stop requested {_seconds(now_s - request.time_s)} ago: {request.reason}"] if request else []),
+        *left_out(metrics, num_damaged),
     ]
 
 
@@ -232,7 +234,10 @@ def _rates(rows: Sequence[Mapping[str, object]], num_steps: int) -> list[str]:
 def _between_s(rows: Sequence[Mapping[str, object]]) -> float:
     """Mean seconds between a step and the next: evaluations and checkpoints. They are rare, so all rows count."""
     elapsed_s, step_s = _mean(rows, "timeline/elapsed_s"), _mean(rows, "timing_s/step")
-    return max(elapsed_s - step_s, 0.0) if elapsed_s is not None and step_s is not None else 0.0
+    if elapsed_s is None or step_s is None:
+        return 0.0
+    stops = [value for row in rows if isinstance(value := row.get("timing_s/suspended"), int | float)]
+    return max(elapsed_s - step_s - sum(stops) / len(rows), 0.0)
 
 
 def _mean(rows: Sequence[Mapping[str, object]], key: str) -> float | None:
@@ -241,7 +246,9 @@ def _mean(rows: Sequence[Mapping[str, object]], key: str) -> float | None:
 
 
 def _seconds(seconds: float) -> str:
-    """In the unit that a person would choose."""
+    """In the unit that a person would choose; a damaged file may hold any number."""
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
     if seconds < 120:
         return f"{max(seconds, 0):.0f} s"
     minutes = round(seconds / 60)

@@ -179,7 +179,8 @@ class Tracker:
                 be reached, now or later.
 
         Raises:
-            ConfigError: `wandb.mode` = online without a key, or with one that the server refuses.
+            ConfigError: `wandb.mode` = online without a key, or with one that the server refuses; or wandb refuses
+                another setting.
         """
         state_path = run_dir / "wandb" / "tracking.json"
         if config.mode == "disabled":
@@ -328,21 +329,32 @@ def _start_run(
     """A wandb run; offline if the server of an online one cannot be reached."""
     import wandb
 
-    if config.mode == "online":
-        try:
-            return _begin(config, run_dir, run_id, settings)
-        except (wandb.errors.UsageError, wandb.errors.AuthenticationError) as error:
-            raise ConfigError(
-                f"`wandb.mode` = online: {str(error).splitlines()[0]}; run `wandb login`, set WANDB_API_KEY, or set "
-                "`wandb.mode` = offline"
-            ) from error
-        except wandb.errors.CommError as error:
-            wandb.teardown()  # its service would keep the run's id in use
-            say(
-                f"wandb cannot be reached ({str(error).splitlines()[0]}): the run logs offline; upload it later by "
-                f"`wandb sync {run_dir / 'wandb'}/offline-run-*`"
-            )
-    return _begin(config.model_copy(update={"mode": "offline"}), run_dir, run_id, settings)
+    try:
+        if config.mode == "online":
+            try:
+                return _begin(config, run_dir, run_id, settings)
+            except wandb.errors.AuthenticationError:  # a `CommError`, too
+                raise
+            except wandb.errors.CommError as error:
+                wandb.teardown()  # its service would keep the run's id in use
+                say(
+                    f"wandb cannot be reached ({str(error).splitlines()[0]}): the run logs offline; upload it later by "
+                    f"`wandb sync {run_dir / 'wandb'}/offline-run-*`"
+                )
+        return _begin(config.model_copy(update={"mode": "offline"}), run_dir, run_id, settings)
+    except wandb.errors.AuthenticationError as error:
+        raise ConfigError(_refusal(config.mode, error, is_of_key=True)) from error
+    except wandb.errors.UsageError as error:  # also without any key, or with one that has blanks
+        is_of_key = "api key" in str(error).lower().replace("_", " ")
+        raise ConfigError(_refusal(config.mode, error, is_of_key=is_of_key)) from error
+
+
+def _refusal(mode: str, error: Exception, *, is_of_key: bool) -> str:
+    """Why wandb does not begin a run, and what to do."""
+    said = f"`wandb.mode` = {mode}: {str(error).splitlines()[0]}"
+    if is_of_key:
+        return f"{said}; run `wandb login`, set WANDB_API_KEY, or set `wandb.mode` = offline"
+    return f"{said}; change the key of `wandb` or the variable WANDB_... that it means, or set `wandb.mode` = disabled"
 
 
 def _begin(config: WandbConfig, run_dir: Path, run_id: str, settings: Mapping[str, object]) -> _WandbRun:

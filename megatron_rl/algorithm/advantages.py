@@ -4,8 +4,8 @@ A function of a group takes a `GroupOutcome`, and a function of a batch takes al
 Both return one number for each response. `megatron_rl.algorithm_settings` names the source of each.
 
 Invariants: advantages are finite for finite rewards and follow a permutation of the responses. Those of a group are
-zero for equal rewards; GRPO, Dr.GRPO and RLOO ignore lengths, and their advantages sum to zero over the group. Those of
-a batch have mean 0 over its tokens.
+zero for rewards that are equal but for rounding (`are_equal`); GRPO, Dr.GRPO and RLOO ignore lengths, and their
+advantages sum to zero over the group. Those of a batch have mean 0 over its tokens.
 """
 
 from dataclasses import dataclass
@@ -26,6 +26,8 @@ Rewards = npt.NDArray[np.float64]
 
 WHITENING_EPS = 1e-8
 """Added to the variance of a batch, as in verl."""
+_ROUNDING = 1e-9
+"""Of a reward, relative to its size above 1: 0.1 + 0.2 is not 0.3."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +57,14 @@ class BatchOutcome:
         return np.concatenate([group.lengths for group in self.groups])
 
 
+def are_equal(rewards: Rewards) -> bool:
+    """Whether rewards, of which there is at least one, differ by no more than rounding."""
+    return bool(np.ptp(rewards) <= _ROUNDING * max(1.0, float(np.abs(rewards).max())))
+
+
 def grpo(outcome: GroupOutcome, settings: Grpo) -> Rewards:
     """(r - mean) / (std + eps) with the unbiased std, [N]; zero for a single response."""
-    if len(outcome.rewards) < 2:
+    if are_equal(outcome.rewards):  # so is a single one; without eps, the quotient would be 0 / 0
         return np.zeros_like(outcome.rewards)
     return np.asarray(_centred(outcome.rewards) / (outcome.rewards.std(ddof=1) + settings.std_eps))
 
@@ -80,7 +87,7 @@ def rloo(outcome: GroupOutcome, settings: Rloo) -> Rewards:
 def opo(outcome: GroupOutcome, settings: Opo) -> Rewards:
     """R minus the mean of rewards weighted by lengths, [N]: the baseline of least variance of the gradient."""
     del settings
-    if np.ptp(outcome.rewards) == 0:
+    if are_equal(outcome.rewards):
         return np.zeros_like(outcome.rewards)
     baseline = (outcome.lengths * outcome.rewards).sum() / outcome.lengths.sum()
     return np.asarray(outcome.rewards - baseline)
@@ -116,13 +123,13 @@ def checked(values: object, rewards: Rewards, *, key: str) -> Rewards:
 
 def _centred(values: Rewards) -> Rewards:
     """Values minus their mean; exactly zero for equal values, whose mean may differ by rounding."""
-    return np.zeros_like(values) if np.ptp(values) == 0 else np.asarray(values - values.mean())
+    return np.zeros_like(values) if are_equal(values) else np.asarray(values - values.mean())
 
 
 def _whitened(values: Rewards, lengths: npt.NDArray[np.int64]) -> Rewards:
     """Values of responses, standardised over their tokens with the unbiased variance."""
     num_tokens = int(lengths.sum())
-    if np.ptp(values) == 0:
+    if are_equal(values):
         return np.zeros_like(values)
     mean = (lengths * values).sum() / num_tokens
     variance = (lengths * (values - mean) ** 2).sum() / max(num_tokens - 1, 1)

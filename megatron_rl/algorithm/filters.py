@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.algorithm.advantages import GroupOutcome, Rewards
+from megatron_rl.algorithm.advantages import GroupOutcome, Rewards, are_equal
 from megatron_rl.algorithm_settings import Accuracy, KeepAll, ZeroVariance
 
 _ROUNDING = 1e-6
@@ -29,7 +29,7 @@ class GroupSignal:
     def is_zero(self) -> bool:
         """Whether all advantages are zero or, where they are not known here, all rewards are equal."""
         if self.advantages is None:
-            return bool(np.ptp(self.outcome.rewards) == 0)
+            return are_equal(self.outcome.rewards)
         return not self.advantages.any()
 
 

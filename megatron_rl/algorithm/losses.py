@@ -5,6 +5,8 @@ logprobs = old_logprobs every loss but `reinforce`'s value has the gradient -A. 
 `megatron_rl.algorithm_settings` names the source of each.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -65,8 +67,8 @@ def dppo(inputs: LossInputs, settings: Dppo) -> TokenLosses:
     A token leaves it by moving in the direction of its advantage, farther than the bound of that direction.
     """
     ratio = inputs.log_ratio.detach().exp().clamp(max=settings.ratio_cap)
-    new, old = inputs.logprobs.detach().exp(), inputs.old_logprobs.exp()
-    moved = _binary_kl(old, new) if settings.divergence == "kl" else (new - old).abs()
+    new, old = inputs.logprobs.detach(), inputs.old_logprobs
+    moved = _binary_kl(old, new) if settings.divergence == "kl" else (new.exp() - old.exp()).abs()
     rises = inputs.advantages > 0
     outside = torch.where(
         rises, (new > old) & (moved > settings.bound_high), (new < old) & (moved > settings.bound_low)
@@ -85,9 +87,12 @@ def reinforce(inputs: LossInputs, settings: Reinforce) -> TokenLosses:
 
 _SMALLEST = 1e-8
 """Probabilities are kept this far from 0 and 1, where the divergence is infinite."""
+_LOGPROBS = (math.log(_SMALLEST), math.log1p(-_SMALLEST))
+"""Their logarithms."""
 
 
-def _binary_kl(old: Tensor, new: Tensor) -> Tensor:
-    """KL(old || new) between a token and all others, [T]."""
-    old, new = old.clamp(_SMALLEST, 1.0 - _SMALLEST), new.clamp(_SMALLEST, 1.0 - _SMALLEST)
-    return old * (old / new).log() + (1.0 - old) * ((1.0 - old) / (1.0 - new)).log()
+def _binary_kl(old_logprobs: Tensor, new_logprobs: Tensor) -> Tensor:
+    """KL(old || new) between a token and all others, [T] float64: in float32, 1 - `_SMALLEST` is 1."""
+    old, new = (each.double().clamp(*_LOGPROBS) for each in (old_logprobs, new_logprobs))
+    others, others_new = -old.expm1(), -new.expm1()
+    return old.exp() * (old - new) + others * (others / others_new).log()

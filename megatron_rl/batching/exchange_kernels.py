@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from megatron_rl.batching.packing_kernels import Longs, Numbers, compiled
+from history.jit import compiled
+from megatron_rl.batching.packing_kernels import Longs, Numbers
 
 TOLERANCE = 1e-5
 """Ranks whose times differ by less, relative, count as equal."""

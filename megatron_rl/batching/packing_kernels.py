@@ -10,27 +10,16 @@ cache notices changes of one file.
 * `deal`: most expensive bin first, to the cheapest rank with a free seat.
 """
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
-import numba
 import numpy as np
 import numpy.typing as npt
 
-P = ParamSpec("P")
-T = TypeVar("T")
+from history.jit import compiled
 
 Longs = npt.NDArray[np.int64]
 Numbers = npt.NDArray[np.float64]
 
 _MAX_LEAVES = 1 << 20
 """Leaves of the tree; with more tokens of room, one leaf stands for several sizes."""
-
-
-def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, compiled at its first call or loaded from the cache."""
-    typed: Callable[P, T] = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-    return typed
 
 
 @compiled

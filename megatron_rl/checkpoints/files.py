@@ -4,6 +4,9 @@ torch reads `.metadata` by pickle, which calls any function that the file names,
 its safe mode. Therefore this module reads `.metadata` first, and accepts nothing but the classes that torch writes
 there. It refuses entries that are no tensors. All other entries, and `common.pt`, are read in torch's safe mode
 (`weights_only`), which accepts tensors and plain values.
+
+The bytes of `common.pt` are checked by torch's own sums. Those of tensors are checked when they are read
+(`checkpoints.checked_reads`). `.metadata` has no sum.
 """
 
 import pickle
@@ -12,9 +15,15 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+from megatron.core.dist_checkpointing.core import maybe_load_config
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-COMMON, METADATA_FILE = "common.pt", ".metadata"
+from megatron_rl.checkpoints.archives import check_file
+
+COMMON, METADATA_FILE, COMPLETE_FILE = "common.pt", ".metadata", "metadata.json"
+"""Plain values, places of tensors, and what Megatron writes last: the names of its formats."""
+ADVICE = "use an earlier checkpoint: remove this one, and write the step of the one before into `checkpoints/latest`"
+"""For a damaged checkpoint, as the end of an error."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -55,6 +64,7 @@ def check_files(path: Path) -> tuple[dict[str, object], frozenset[str]]:
     Raises:
         ValueError: a file is damaged, or could run code if it were loaded.
     """
+    _checked(path / COMPLETE_FILE, lambda _: maybe_load_config(str(path)))
     metadata = _checked(path / METADATA_FILE, _read_metadata)
     for name, entry in metadata.state_dict_metadata.items():
         if isinstance(entry, BytesStorageMetadata) and not any(known in name for known in _NEVER_READ):
@@ -62,7 +72,7 @@ def check_files(path: Path) -> tuple[dict[str, object], frozenset[str]]:
     for info in (metadata.storage_data or {}).values():
         if Path(info.relative_path).name != info.relative_path:
             raise ValueError(_refusal(path / METADATA_FILE, f"refers to the file {info.relative_path}"))
-    common = _checked(path / COMMON, lambda file: torch.load(file, map_location="cpu", weights_only=True))
+    common = _checked(path / COMMON, _read_common)
     return common, frozenset(metadata.state_dict_metadata)
 
 
@@ -84,15 +94,19 @@ def _read_metadata(file: Path) -> Metadata:
     return metadata
 
 
+def _read_common(file: Path) -> dict[str, object]:
+    check_file(file)
+    common: dict[str, object] = torch.load(file, map_location="cpu", weights_only=True)
+    return common
+
+
 def _checked(file: Path, read: Callable[[Path], _Value]) -> _Value:
     try:
         return read(file)
     except pickle.UnpicklingError as error:
         raise ValueError(_refusal(file, str(error).strip().partition("\n")[0])) from error
     except (OSError, EOFError, RuntimeError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(
-            f"{file} is damaged ({type(error).__name__}: {error}); resume from another checkpoint"
-        ) from error
+        raise ValueError(f"{file} is damaged ({type(error).__name__}: {error}); {ADVICE}") from error
 
 
 def _refusal(file: Path, what: str) -> str:

@@ -141,6 +141,10 @@ class Controller:
             EngineFormatError: the guard wants other weight formats; the newest checkpoint holds all finished steps.
             PlacedError: the trainer failed; a checkpoint that could not be written is noticed in the next step.
         """
+        with self.phases.clock.suspension.watched():
+            self._run()
+
+    def _run(self) -> None:
         self._make_ready(self.first_step)
         self._publish(self.first_step)
         if self.history is not None:

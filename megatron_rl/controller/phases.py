@@ -2,13 +2,15 @@
 
 A `TrainPhasePolicy` sets what engines do while the trainer works. If both share devices, `Sharing` frees memory before
 a phase. Implementations of both are in `megatron_rl.controller.colocation`. Every phase is a span (start and end on the
-wall clock) in `events.jsonl`, and its seconds are a metric of the step.
+wall clock) in `events.jsonl`, and its seconds are a metric of the step, without those in which the job was stopped.
 """
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol
+
+from megatron_rl.controller.suspension import Suspension
 
 RecordSpan = Callable[[str, str, float, float], None]
 """Called with (actor, activity, start_s, end_s), wall clock."""
@@ -55,15 +57,19 @@ class PhaseClock:
         self._begin_phase = begin_phase
         self._seconds: dict[str, float] = {}
         self._step_started = time.perf_counter()
+        self._stopped_before_s = 0.0
+        self.suspension = Suspension()
 
     def begin_step(self) -> None:
         """Start counting the seconds of a step."""
         self._seconds = {}
         self._step_started = time.perf_counter()
+        self._stopped_before_s = self.suspension.seconds()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase since `begin_step`, and `step` for all of it."""
-        return {**self._seconds, "step": time.perf_counter() - self._step_started}
+        """Seconds by phase since `begin_step`, `step` for all of it, and `suspended`, which is part of no other."""
+        stopped_s = self.suspension.seconds() - self._stopped_before_s
+        return {**self._seconds, "step": time.perf_counter() - self._step_started - stopped_s, "suspended": stopped_s}
 
     @contextmanager
     def phase(self, actor: str, activity: str) -> Iterator[None]:
@@ -71,11 +77,13 @@ class PhaseClock:
         if self._begin_phase is not None:
             self._begin_phase(actor, activity)
         started_at, started = time.time(), time.perf_counter()
+        stopped_before_s = self.suspension.seconds()
         try:
             yield
         finally:
+            stopped_s = self.suspension.seconds() - stopped_before_s
             elapsed = time.perf_counter() - started
-            self._seconds[activity] = self._seconds.get(activity, 0.0) + elapsed
+            self._seconds[activity] = self._seconds.get(activity, 0.0) + elapsed - stopped_s
             self._record_span(actor, activity, started_at, started_at + elapsed)
 
 

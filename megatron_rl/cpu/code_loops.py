@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from history.jit import compiled
 from rollout.cpu.e4m3 import memory, number_of_code
-from rollout.cpu.e4m3_loops import compiled
 from rollout.weights.format import FP8_BLOCK
 
 BLOCK: Final = FP8_BLOCK

@@ -63,6 +63,9 @@ def initialize(
     """Join all ranks and create Megatron's groups. Every rank calls it; it returns when all have joined.
 
     `store` is shared by all ranks (`rollout.transports.rendezvous.open_store` on rank 0, `join_store` on the others).
+    `timeout_s` is torch's limit for every collective. torch's clock goes on while this process is stopped, so trainer
+    ranks pass `NEVER`, and the controller ends hangs (`megatron_rl.trainer.group`, decision 62). The store has its own
+    limit.
     `devices` are those of the rank's placement (`rollout.processes.given_devices`); the rank uses the first one.
 
     Raises:

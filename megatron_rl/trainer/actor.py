@@ -16,6 +16,7 @@ from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult,
 from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.failures import DeadlineError
+from rollout.patience import NEVER
 from rollout.processes import ProcessId, given_devices, no_collection, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory, StoreAddress
 from rollout.transports.shm_files import sweep
@@ -93,7 +94,7 @@ class TrainerActor:
             config.parallel,
             rank=self._rank,
             store=self._world or join_store(host, port, config.timeout_s),
-            timeout_s=config.timeout_s,
+            timeout_s=NEVER.total_seconds(),
             seed=self._spec.seed,
             devices=given_devices(os.environ),
         )
@@ -201,7 +202,9 @@ class TrainerActor:
         backend: Backend = "gloo" if memory == "shm" else "nccl"
         if self._colocated_group is not None:  # an engine was started again: its communicators would stay for ever
             dist.destroy_process_group(self._colocated_group)
-        self._colocated_group = None if alone else dist.new_group(list(range(len(hosted))), backend=backend)
+        self._colocated_group = (
+            None if alone else dist.new_group(list(range(len(hosted))), timeout=NEVER, backend=backend)
+        )
         self._sender = ColocatedSender(
             region,
             self._colocated_group,

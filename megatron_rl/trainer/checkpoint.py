@@ -13,7 +13,8 @@ A reference policy that changes during the run is saved without an optimizer. It
 the policy's. One that never changes needs no file: it is the model that the run started from.
 
 A checkpoint holds tensors, and numbers and texts that are no tensors, but no pickled objects. `load` checks that before
-Megatron reads a file (`checkpoints.files`).
+Megatron reads a file (`checkpoints.files`). The bytes of each tensor are checked before it is read
+(`checkpoints.checked_reads`).
 """
 
 from collections.abc import Mapping, Set
@@ -29,7 +30,8 @@ from megatron.core.optimizer import MegatronOptimizer
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoints.boxes import METADATA, in_boxes
-from megatron_rl.checkpoints.files import check_files
+from megatron_rl.checkpoints.checked_reads import checked_reads
+from megatron_rl.checkpoints.files import ADVICE, COMPLETE_FILE, check_files
 from megatron_rl.checkpoints.writer import CheckpointWriter
 from megatron_rl.quantization.fp8_parameters import decoded, is_fp8_parameter
 from megatron_rl.trainer.optimizer import LearnedModel, create_moments, follow_configuration, load_state, loadable
@@ -64,9 +66,9 @@ def load(path: Path, model: LearnedModel, *, optimizer_key: str = "trainer.optim
     `optimizer_key` is where the configuration describes the model's optimizer.
 
     Raises:
-        ValueError: the directory holds no checkpoint, its files hold objects that may run code, the optimizer was of
-            another kind when saved, or expert parallelism was on when saved and is off now, or the reverse: Megatron
-            keeps a separate optimizer for spread experts.
+        ValueError: the directory holds no checkpoint, its files are damaged or hold objects that may run code, the
+            optimizer was of another kind when saved, or expert parallelism was on when saved and is off now, or the
+            reverse: Megatron keeps a separate optimizer for spread experts.
     """
     if not is_complete(path):
         raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that a save completed")
@@ -110,21 +112,22 @@ def load_weights(path: Path, policy: GPTModel) -> None:
 
 def is_complete(path: Path) -> bool:
     """Whether a save has completed this directory."""
-    return (path / "metadata.json").exists()
+    return (path / COMPLETE_FILE).exists()
 
 
 def _read(state: dict[str, object], path: Path) -> dict[str, dict[str, torch.Tensor]]:
     """A sharded state with the tensors of a checkpoint; a collective.
 
     Raises:
-        ValueError: a file cannot be read.
+        ValueError: a file cannot be read, or a tensor's bytes are not those that were saved.
     """
     try:
-        restored: dict[str, dict[str, torch.Tensor]] = dist_checkpointing.load(
-            state, str(path), sharded_strategy=("torch_dist", 1)
-        )
+        with checked_reads():
+            restored: dict[str, dict[str, torch.Tensor]] = dist_checkpointing.load(
+                state, str(path), sharded_strategy=("torch_dist", 1)
+            )
     except CheckpointException as error:
-        raise ValueError(f"the tensors of {path} cannot be read: {_brief(error)}") from error
+        raise ValueError(f"the tensors of {path} cannot be read: {_brief(error)}; {ADVICE}") from error
     return restored
 
 

@@ -21,7 +21,7 @@ from megatron_rl.algorithm.correction import (
     final_weights,
     normalization_sums,
 )
-from megatron_rl.algorithm.kl import divergence
+from megatron_rl.algorithm.kl import reward_term
 from megatron_rl.algorithm.plug_in import load_stage
 from megatron_rl.algorithm.sequences import sequence_sum
 from megatron_rl.algorithm.token_advantages import (
@@ -163,10 +163,14 @@ def with_token_advantages(
     for micro, each in zip(micro_batches, prepared, strict=True):
         rewards = rewards_of_tokens(micro)
         if algorithm.kl.place == "reward":
-            tokens = divergence(each.old_logprobs, each.further["ref"], estimator=algorithm.kl.estimator)
+            tokens, bounded = reward_term(each.old_logprobs, each.further["ref"], estimator=algorithm.kl.estimator)
             tokens = torch.where(micro.loss_mask, tokens, 0.0)
             rewards = rewards - kl_coefficient * tokens
-            counted = {"kl": tokens.double().sum(), "tokens": micro.loss_mask.double().sum()}
+            counted = {
+                "kl": tokens.double().sum(),
+                "tokens": micro.loss_mask.double().sum(),
+                "actor/reward_kl_bounded": (bounded & micro.loss_mask).double().sum(),
+            }
             sums = {name: sums[name] + value if name in sums else value for name, value in counted.items()}
         outcome = TokenOutcome(
             rewards=rewards,

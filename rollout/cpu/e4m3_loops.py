@@ -3,17 +3,11 @@
 Importing this module imports numba, which an engine must not do before vLLM's CPU worker has initialised.
 """
 
-from collections.abc import Callable
-from typing import ParamSpec, TypeVar
-
-import numba
 import numpy as np
 import numpy.typing as npt
 
+from history.jit import compiled
 from rollout.weights.format import FP8_BLOCK
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 Bytes = npt.NDArray[np.uint8]
 Halves = npt.NDArray[np.uint16]
@@ -21,12 +15,6 @@ Floats = npt.NDArray[np.float32]
 
 _UPPER, _ALMOST_HALF, _ONE = np.uint32(16), np.uint32(0x7FFF), np.uint32(1)
 """Bits of float32 that BF16 drops; just below half of BF16's last bit; and that bit for ties."""
-
-
-def compiled(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, compiled at its first call or loaded from the cache."""
-    typed: Callable[P, T] = numba.njit(cache=True, nogil=True, error_model="numpy")(function)
-    return typed
 
 
 @compiled

@@ -29,6 +29,7 @@ from rollout.engine.async_llm import LlmHandle
 from rollout.engine.responses import ResponseLedger
 from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineFencedError, EngineProof, EngineStatus, UpdateTimes, WeightsRefusedError
+from rollout.patience import answer_within
 from rollout.transports.base import Channel, GroupChannel
 from rollout.types import WeightVersion
 from rollout.weights.announcement import Announcement, HeldPlan, SentPlan
@@ -318,11 +319,11 @@ class EngineWeights:
         version = order.announced.weight_version
         self.status, self.sums = EngineStatus.APPLYING, {}
         try:
-            async with asyncio.timeout(order.timeout_s + GRACE_S):
-                answers = await self._handle.ranks("apply_weights", version)
+            applying = self._handle.ranks("apply_weights", version)
+            answers = await answer_within(order.timeout_s + GRACE_S, applying)
         except (RuntimeError, TimeoutError) as error:
             self.num_failed += 1
-            self._fence(f"weight version {version} failed: {error or 'the ranks do not answer'}")
+            self._fence(f"weight version {version} failed: {str(error) or 'the ranks do not answer'}")
             if isinstance(error, RuntimeError):
                 await self._leave_stream()
             raise EngineFencedError(f"{self.spec.name} is fenced: {self.fault}") from error

@@ -10,7 +10,6 @@ from typing import Generic, TypeVar
 import ray
 
 from rollout.failures import CallError, Place, ProcessLostError, brief, node_of
-from rollout.patience import Patience
 
 Answer = TypeVar("Answer")
 
@@ -33,19 +32,6 @@ class EngineQuestion:
     incarnation: int
     """Of the engine (`EngineGroup.incarnations`): a call may fail after its engine was replaced."""
     method: str
-
-
-def wait_for_all(
-    refs: list[ray.ObjectRef], *, timeout_s: float, fetch_local: bool = True
-) -> tuple[list[ray.ObjectRef], list[ray.ObjectRef]]:
-    """Calls that have ended, and late ones."""
-    done: list[ray.ObjectRef] = []
-    late, patience = refs, Patience(timeout_s)
-    while late:
-        done, late = ray.wait(refs, num_returns=len(refs), timeout=patience.look_s(), fetch_local=fetch_local)
-        if patience.is_over():
-            break
-    return done, late
 
 
 def answer_of(call: EngineCall[Answer], number: int, *, first: int) -> Answer:

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import ray
 
 from rollout.failures import brief
-from rollout.pool.engine_call import wait_for_all
 from rollout.processes import ProcessId
+from rollout.ray_wait import wait_for_all
 from rollout.remote_kill import kill_on_nodes
 
 _log = logging.getLogger(__name__)

@@ -37,8 +37,11 @@ from typing import TypeGuard
 
 from rollout.rewards.sandbox import Ending, Limits, Outcome, isolation_problem, run_program
 
-_FENCE = re.compile(r"^((?:(?!```).)*+)`{3,}+([ \t]*+[^\s`]*+)([^`\n]*+)$", re.MULTILINE)
-"""A line with one fence: what stands before the fence, the language, what stands after both."""
+_FENCE = re.compile(r"^((?:(?!```).)*)`{3,}+([ \t]*+[^\s`]*+)([^`\n]*+)$", re.MULTILINE)
+"""A line with one fence: what stands before the fence, the language, what stands after both.
+
+Only single characters are repeated possessively: before 3.11.5, Python matches a possessive group wrongly.
+"""
 _LANGUAGES = ("", "py", "python", "python3")
 _TOLERANCE = 1e-6
 TOTAL_S = 60.0

@@ -14,6 +14,7 @@ bubblewrap is a program of its own (the package `bubblewrap` of Debian, Ubuntu a
 import json
 import math
 import os
+import platform
 import selectors
 import shutil
 import subprocess
@@ -36,6 +37,20 @@ _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc
 _ENVIRONMENT = {"PATH": "/usr/bin:/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0"}
 _LOOK_EVERY_S = AwakeClock.READ_EVERY_S
 """Interval in which the CPU seconds of all processes of a program are counted."""
+
+_SELF_TEST = """
+import threading
+try:
+    threading.Thread(target=print, args=("thread",)).start()
+except RuntimeError:
+    print("no thread")
+"""
+_BEGUN = "\n"
+_BEGIN = ("/bin/sh", "-c", 'echo; exec "$@" 2>/dev/null', "sh")
+"""Writes `_BEGUN` before the program exists, which cannot forge or hide it. Without it, an exit code is that of
+bubblewrap, `setpriv` or `prlimit`, to which standard error is left."""
+_SHOWN_BYTES = 500
+"""Of their standard error."""
 
 
 class Ending(StrEnum):
@@ -94,16 +109,30 @@ def isolation_problem() -> str:
 def _isolation_problem() -> str:
     if shutil.which("bwrap") is None:
         return "bubblewrap is missing, and programs of a model run nowhere else; install the package `bubblewrap`"
-    done = subprocess.run(
-        _command(["-c", "print(1)"], Limits()), capture_output=True, text=True, timeout=60, check=False
-    )
-    if done.returncode == 0 and done.stdout == "1\n":
-        return ""
-    reason = done.stderr.strip() or f"exit code {done.returncode}"
+    try:
+        outcome = run_program(_SELF_TEST, limits=Limits(wall_s=60.0))
+    except OSError as error:
+        reason = str(error)
+    else:
+        if outcome.output == "thread\n":
+            return ""
+        if outcome.output == "no thread\n":
+            return _no_thread()
+        reason = f"exit code {outcome.code} of a program that prints a word"
     return (
         f"bubblewrap cannot isolate a program here ({reason}); permit user namespaces (sysctl "
         "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0; in a container: "
         "--security-opt seccomp=unconfined), or run as root"
+    )
+
+
+def _no_thread() -> str:
+    limits = Limits()
+    return (
+        f"an isolated program can start no thread here, at a limit of {limits.num_processes} processes and threads "
+        f"(RLIMIT_NPROC). Kernels before 5.14 count all processes of this user towards it, and this one is "
+        f"{platform.release()}: run as root, or take a newer kernel. If it is newer, lower `ulimit -s` below the "
+        f"{limits.memory_bytes >> 20} MiB of a program's memory"
     )
 
 
@@ -116,12 +145,17 @@ def run_program(source: str, *, stdin: str = "", limits: Limits | None = None) -
         limits: the defaults of `Limits` if None.
 
     Raises:
-        OSError: bubblewrap cannot be started.
+        OSError: bubblewrap cannot be started, or has not run the program to its end.
     """
     limits = limits or Limits()
     if limits.wall_s <= 0 or limits.total_cpu_s <= 0:
         return Outcome(ending=Ending.TIMEOUT, code=-9, output="")
-    with tempfile.TemporaryFile() as program, tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as info:
+    with (
+        tempfile.TemporaryFile() as program,
+        tempfile.TemporaryFile() as given,
+        tempfile.TemporaryFile() as info,
+        tempfile.TemporaryFile() as errors,
+    ):
         program.write(source.encode("utf-8", "surrogatepass"))
         program.seek(0)
         given.write(stdin.encode("utf-8", "surrogatepass"))
@@ -132,18 +166,24 @@ def run_program(source: str, *, stdin: str = "", limits: Limits | None = None) -
             command,
             stdin=given,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=errors,
             pass_fds=[program.fileno(), info.fileno()],
             start_new_session=True,
         )
         assert process.stdout is not None
         with process.stdout as output:
             outcome = _wait(process, output, limits)
-        return replace(outcome, cpu_s=_end(info))
+        cpu_s = _end(info)
+        if outcome.ending is Ending.EXITED and (outcome.code < 0 or not outcome.output.startswith(_BEGUN)):
+            errors.seek(0)
+            said = errors.read(_SHOWN_BYTES).decode("utf-8", "replace").strip()
+            raise OSError(f"{said or f'exit code {outcome.code} of bubblewrap'}; the program has not run to its end")
+        return replace(outcome, cpu_s=cpu_s, output=outcome.output.removeprefix(_BEGUN))
 
 
 def _wait(process: "subprocess.Popen[bytes]", output: IO[bytes], limits: Limits) -> Outcome:
-    """Read to the end of the output, within the limits."""
+    """Read to the end of the output, within the limits; `_BEGUN` stands before it."""
+    most_bytes = len(_BEGUN) + limits.output_bytes
     clock = AwakeClock()
     deadline = limits.wall_s
     look = min(deadline, _LOOK_EVERY_S)
@@ -160,7 +200,7 @@ def _wait(process: "subprocess.Popen[bytes]", output: IO[bytes], limits: Limits)
                 continue
             block = os.read(output.fileno(), 1 << 16)
             text += block
-            if len(text) > limits.output_bytes:
+            if len(text) > most_bytes:
                 ending = Ending.OUTPUT
                 break
             if not block:
@@ -172,7 +212,7 @@ def _wait(process: "subprocess.Popen[bytes]", output: IO[bytes], limits: Limits)
         ending = Ending.TIMEOUT if ending is Ending.EXITED else ending
     if code in (128 + 24, 128 + 9, -24) and ending is Ending.EXITED:  # SIGXCPU, then SIGKILL
         ending = Ending.TIMEOUT
-    shown = bytes(text[: limits.output_bytes]).decode("utf-8", "replace")
+    shown = bytes(text[:most_bytes]).decode("utf-8", "replace")
     return Outcome(ending=ending, code=code, output=shown, wall_s=clock())
 
 
@@ -233,6 +273,7 @@ def _command(arguments: Sequence[str], limits: Limits, *, more: Sequence[str] = 
         "--",
         *_dropped(),
         *limited,
+        *_BEGIN,
         *(python, "-I", "-B", *arguments),
     ]
 

@@ -12,7 +12,6 @@ forwards in the order of bucket indices. So both ranks of a pair have the same o
 for a later one. A region holds the buckets that its engine ranks require, in index order, laid out by `bucket_offsets`.
 """
 
-import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -23,6 +22,7 @@ import torch.distributed as dist
 from rollout.failures import DeadlineError
 from rollout.transports.base import Backend
 from rollout.transports.checksum import seal, verify
+from rollout.transports.deadline import Deadline
 from rollout.transports.node_routes import givers, shared_buckets
 from rollout.transports.rendezvous import Group, done, start_recv, start_send
 from rollout.transports.shm_files import SegmentFile, bucket_offsets, map_segment
@@ -124,14 +124,14 @@ class ColocatedSender:
         self._receiving: list[tuple[Bucket, dist.Work | None]] = []
         self._version = WeightVersion(-1)
         self._sent_bytes = 0
-        self._deadline = 0.0
+        self._deadline = Deadline(0.0)
 
     def open(self, weight_version: WeightVersion, buckets: Sequence[Bucket]) -> None:
         """Reserve the region, and two buffers for buckets that only other devices require."""
         self.abandon()
         self._version = weight_version
         self._sent_bytes = 0
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = Deadline(self._timeout_s)
         self._buckets = {bucket.index: bucket for bucket in buckets}
         if self._hosted_here:
             self._memory = self._region.reserve(weight_version, max(self._size, 1))
@@ -192,12 +192,16 @@ class ColocatedSender:
                 self._receiving.append((bucket, work))
 
     def _await_received(self, bucket: Bucket, work: dist.Work | None) -> None:
-        if not done(work, self._deadline, self._backend):
+        if not self._done(work):
             self._late(f"rank {self._giver[bucket.index]} to send bucket {bucket.index}")
+
+    def _done(self, work: dist.Work | None) -> bool:
+        assert self._group is not None, "buckets of other ranks need a group"
+        return done(work, self._group, self._deadline, self._backend)
 
     def _await_sent(self, index: int) -> None:
         for other, work in self._sending.pop(index):
-            if not done(work, self._deadline, self._backend):
+            if not self._done(work):
                 self._late(f"rank {other} to take bucket {index}")
 
     def _late(self, peer: str) -> None:

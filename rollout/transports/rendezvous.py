@@ -3,8 +3,10 @@
 Groups are bare `ProcessGroupGloo` and `ProcessGroupNCCL` objects over their own store, apart from the default groups of
 Megatron and vLLM. All differences between the two backends are in this file:
 
-* gloo closes a connection when a deadline has passed. NCCL has no deadline. So NCCL transfers are polled, and the group
-  is aborted (`leave`) after a missed deadline, or after an error such as the death of a peer.
+* gloo cannot be polled, and closes all connections of a group when the limit of one wait has passed. Its clock goes on
+  while this process is stopped. So its waits have no limit, and the thread of a `Deadline` ends them (`_close`).
+* NCCL transfers are polled, and the group is aborted (`leave`) after a missed deadline, or after an error such as the
+  death of a peer.
 * torch has a watchdog for each NCCL group. It would end this process because a peer has died. So groups of transports
   have none (`_without_watchdog`).
 * NCCL creates a communicator at the first transfer between two ranks, and the transfer blocks until both have started
@@ -15,8 +17,9 @@ Megatron and vLLM. All differences between the two backends are in this file:
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -25,13 +28,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rollout.failures import DeadlineError, brief
+from rollout.patience import NEVER
 from rollout.transports.base import Backend, GroupChannel
+from rollout.transports.deadline import Deadline
 from rollout.transports.secret_store import SecretStore
 from rollout.transports.store_server import listen
 
 POLL_S = 0.0002
 MEET_TAG = 1 << 30
 """Tag that no bucket uses."""
+_AT_ONCE = timedelta(milliseconds=1)
+"""Limit of a wait for what should be there."""
 _NO_WATCHDOG = "TORCH_NCCL_BLOCKING_WAIT"
 """Variable that torch reads when it makes an NCCL group. With 1 it starts no watchdog: `done` finds all errors."""
 
@@ -45,6 +52,14 @@ class Group(Protocol):
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> dist.Work:
         """Begin to receive from a rank."""
+        ...
+
+    def rank(self) -> int:
+        """Number of this process in the group."""
+        ...
+
+    def size(self) -> int:
+        """Processes of the group."""
         ...
 
 
@@ -133,7 +148,7 @@ def _meet(group: Group, group_rank: int, channel: GroupChannel) -> None:
     """Send a byte between every pair that will transfer buckets; sources and engine ranks use the same order."""
     byte = torch.zeros(1, dtype=torch.uint8, device=device_of(channel.backend))
     transfer = group.send if group_rank < len(channel.source_ranks) else group.recv
-    deadline = time.monotonic() + channel.timeout_s
+    deadline = Deadline(channel.timeout_s)
     for peer in channel.peers(group_rank):
         try:
             work = transfer([byte], peer, MEET_TAG)
@@ -141,7 +156,7 @@ def _meet(group: Group, group_rank: int, channel: GroupChannel) -> None:
             raise DeadlineError(
                 f"{channel.named(group_rank)} could not meet {channel.named(peer)}: {brief(error)}"
             ) from error
-        if not done(work, deadline, channel.backend):
+        if not done(work, group, deadline, channel.backend):
             raise DeadlineError(
                 f"{channel.named(group_rank)} waited {channel.timeout_s:g} s for the first byte between it and "
                 f"{channel.named(peer)}"
@@ -179,17 +194,30 @@ def start_recv(group: Group, payload: torch.Tensor, peer: int, tag: int) -> dist
         return None
 
 
-def done(work: dist.Work | None, deadline: float, backend: Backend) -> bool:
-    """Wait for a transfer until `deadline` (`time.monotonic`); returns whether it succeeded."""
+def done(work: dist.Work | None, group: Group, deadline: Deadline, backend: Backend) -> bool:
+    """Wait for a transfer of `group` until the deadline; returns whether it succeeded."""
     if work is None:
         return False
     try:
         if backend == "gloo":
-            return bool(work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001))))
+            with deadline.interrupting(partial(_close, group)) as may_wait:
+                return bool(work.wait(NEVER if may_wait else _AT_ONCE))
         while not work.is_completed():
-            if time.monotonic() > deadline:
+            if deadline.is_over():
                 return False
             time.sleep(POLL_S)
         return bool(work.wait())  # already complete: raises if it failed
     except RuntimeError:  # gloo raises it at a missed deadline, both backends if the peer has ended
         return False
+
+
+def _close(group: Group) -> None:
+    """Close all connections of a gloo group, so that waits of other threads end with an error.
+
+    A wait whose limit passes does it. It has to be for bytes that nobody sends: a wait for the transfer itself might
+    take its completion from the thread that waits for it.
+    """
+    for peer in range(group.size()):
+        if peer != group.rank():
+            with suppress(RuntimeError):
+                group.recv([torch.empty(1, dtype=torch.uint8)], peer, MEET_TAG).wait(_AT_ONCE)

@@ -16,7 +16,6 @@ Invariants: both ends of a pair of ranks transfer buckets in index order, and ea
 gloo the tag of a message also names its bucket, so a bucket is never mistaken for another.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +25,7 @@ import torch.distributed as dist
 from rollout.failures import DeadlineError
 from rollout.transports.base import Backend, GroupChannel
 from rollout.transports.checksum import seal, verify
+from rollout.transports.deadline import Deadline
 from rollout.transports.delta import HEADER, Kind, Message, apply, encode
 from rollout.transports.rendezvous import Group, device_of, done, join, leave, start_recv, start_send
 from rollout.types import WeightVersion
@@ -37,8 +37,8 @@ class _Flight:
     """A bucket that is being sent."""
 
     index: int
-    works: list[tuple[int, int, dist.Work | None]] = field(default_factory=list)
-    """Engine, engine rank and pending transfer."""
+    works: list[tuple[int, int, Group, dist.Work | None]] = field(default_factory=list)
+    """Engine, engine rank, their group and pending transfer."""
     tensors: list[torch.Tensor] = field(default_factory=list)
     """Tensors that must stay in memory until they are sent."""
 
@@ -77,7 +77,7 @@ class GroupSender:
         self._engine_versions: dict[tuple[int, int], WeightVersion] = {}
         """By engine and bucket: weight version of the bytes that the engine keeps."""
         self.sent_bytes = 0
-        self._deadline = 0.0
+        self._deadline = Deadline(0.0)
         self._groups: dict[int, tuple[GroupChannel, Group]] = {}
         self._buckets: dict[int, Bucket] = {}
         self._payloads = [torch.empty(0, dtype=torch.uint8, device=self._device) for _ in range(2)]
@@ -100,7 +100,7 @@ class GroupSender:
     def open(self, weight_version: WeightVersion, buckets: Sequence[Bucket]) -> None:
         """Begin a publish. Buckets alternate between two buffers of the largest bucket's size."""
         self._version = weight_version
-        self._deadline = time.monotonic() + self._timeout_s
+        self._deadline = Deadline(self._timeout_s)
         self._buckets = {bucket.index: bucket for bucket in buckets}
         if self._full_every and self._num_publishes % self._full_every == 0:
             self._baselines = {}
@@ -139,7 +139,7 @@ class GroupSender:
                     peer = len(channel.source_ranks) + rank
                     for tensor, tag in zip(tensors, _tags(index), strict=True):
                         if tensor.numel():
-                            flight.works.append((engine_id, rank, start_send(group, tensor, peer, tag)))
+                            flight.works.append((engine_id, rank, group, start_send(group, tensor, peer, tag)))
                             self.sent_bytes += tensor.numel()
         if self._delta:
             baseline = torch.empty_like(payload) if change is None else self._baselines[index][1]
@@ -151,7 +151,7 @@ class GroupSender:
     def _await_oldest(self) -> None:
         """Wait until the oldest bucket in transfer has arrived."""
         flight = self._flights.pop(0)
-        late = sorted({(engine, rank) for engine, rank, work in flight.works if not self._done(work)})
+        late = sorted({(engine, rank) for engine, rank, group, work in flight.works if not self._done(work, group)})
         for engine_id, _ in late:
             self.detach(engine_id)
         if self._delta:
@@ -163,8 +163,8 @@ class GroupSender:
                 f"bucket {flight.index} of weight version {self._version}"
             )
 
-    def _done(self, work: dist.Work | None) -> bool:
-        return done(work, self._deadline, self._backend)
+    def _done(self, work: dist.Work | None, group: Group) -> bool:
+        return done(work, group, self._deadline, self._backend)
 
     def _change(self, index: int, payload: torch.Tensor) -> tuple[WeightVersion, Message | None]:
         """Version of a bucket's baseline, and the change since then; -1 and None without a baseline of equal size."""
@@ -202,7 +202,7 @@ class Relay:
         """Join the channel of the next engine."""
         behind = channel.num_following + 1
         self._patience = behind / (behind + 1)
-        self._deadline = 0.0
+        self._deadline = Deadline(0.0)
         self._backend: Backend = channel.backend
         self._group: Group | None = join(channel, engine_rank)
         self._peer = len(channel.source_ranks) + engine_rank
@@ -211,7 +211,7 @@ class Relay:
     def expect(self, timeout_s: float) -> None:
         """Begin a publish with this limit; the last publish has been forwarded then."""
         self._await_all_but(0)
-        self._deadline = time.monotonic() + self._patience * timeout_s
+        self._deadline = Deadline(self._patience * timeout_s)
 
     def forward(self, index: int, tensors: Sequence[torch.Tensor]) -> None:
         """Start to send a bucket's header and body; the last bucket but one has arrived then."""
@@ -229,7 +229,8 @@ class Relay:
     def _await_all_but(self, most: int) -> None:
         """Wait until at most `most` buckets are in transfer."""
         while self._group is not None and len(self._flights) > most:
-            if not all(done(work, self._deadline, self._backend) for _, work in self._flights.pop(0)):
+            group = self._group
+            if not all(done(work, group, self._deadline, self._backend) for _, work in self._flights.pop(0)):
                 self.close()
 
     def close(self) -> None:
@@ -248,7 +249,7 @@ class GroupInbox:
         self._group = join(channel, len(channel.source_ranks) + engine_rank)
         self._device = device_of(channel.backend)
         self._run_id, self._version = "", WeightVersion(-1)
-        self._timeout_s = self._deadline = 0.0
+        self._timeout_s, self._deadline = 0.0, Deadline(0.0)
         self._baselines: dict[int, tuple[WeightVersion, torch.Tensor]] = {}
         self.received_bytes = 0
         self._relay: Relay | None = None
@@ -260,7 +261,7 @@ class GroupInbox:
         if self._relay is not None:
             self._relay.expect(timeout_s)
         self._run_id, self._version, self._timeout_s = manifest.run_id, manifest.weight_version, timeout_s
-        self._deadline = time.monotonic() + timeout_s
+        self._deadline = Deadline(timeout_s)
         self.received_bytes = 0
 
     def take(self, bucket: Bucket) -> torch.Tensor:
@@ -297,8 +298,8 @@ class GroupInbox:
     def _receive(self, bucket: Bucket, num_bytes: int, tag: int) -> torch.Tensor:
         received = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         source = self._channel.source_of(bucket, self._engine_rank)
-        backend = self._channel.backend
-        if num_bytes and not done(start_recv(self._group, received, source, tag), self._deadline, backend):
+        group, backend = self._group, self._channel.backend
+        if num_bytes and not done(start_recv(group, received, source, tag), group, self._deadline, backend):
             raise DeadlineError(
                 f"engine rank {self._engine_rank} waited in vain ({self._timeout_s:g} s for a publish) for "
                 f"{self._channel.named(source)} to send bucket {bucket.index} of weight version {self._version}"

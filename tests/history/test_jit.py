@@ -1,5 +1,6 @@
 """Machine code is cached, and never older than any kernel compiled into it."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import history
+from history.own_files import is_private_folder
 
 INNER = "from history.jit import kernel\n\n\n@kernel\ndef inner(x):\n    return x + {added}\n"
 OUTER = (
@@ -49,3 +51,26 @@ def test_a_kernel_that_has_not_changed_is_loaded_from_the_cache(tmp_path):
     command = [sys.executable, "-B", "-c", code]
     hits = [subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True).stdout for _ in range(2)]
     assert [int(each) for each in hits] == [0, 1]
+
+
+USES_ALL = """
+import history.index.search, megatron_rl.batching.exchange_kernels, numpy
+from rollout.cpu.e4m3_loops import look_up
+look_up(numpy.zeros(1, "u1"), numpy.zeros(256, "u2"), numpy.zeros(1, "u2"))
+"""
+
+
+def test_an_installation_and_a_home_that_cannot_be_written_need_no_variable(tmp_path):
+    """Numba tries the folders of the source and of the home by locators, which are not asked here."""
+    environment = os.environ | {"NUMBA_CACHE_LOCATOR_CLASSES": "UserProvidedCacheLocator", "TMPDIR": str(tmp_path)}
+    environment.pop("NUMBA_CACHE_DIR", None)
+
+    def run(code: str) -> str:
+        line = [sys.executable, "-c", code]
+        return subprocess.run(line, env=environment, capture_output=True, text=True, check=False).stderr
+
+    assert run(USES_ALL) == ""
+    (cache,) = tmp_path.iterdir()
+    assert is_private_folder(cache) and list(cache.glob("cpu_*/*.nbi"))
+    cache.chmod(0o777)
+    assert f"PlantedError: {cache} is a link, or another user made it" in run("import history.jit")

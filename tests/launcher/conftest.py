@@ -25,6 +25,8 @@ MODEL = {
     "rms_norm_eps": 1e-6,
     "hidden_act": "silu",
 }
+NUM_ROWS = 1024
+"""Training prompts, more than a step of any test draws."""
 
 
 @pytest.fixture
@@ -60,7 +62,8 @@ def write_weights(directory: Path) -> None:
 @pytest.fixture
 def write_config(tmp_path: Path, model_dir: Path) -> Callable[[str], Path]:
     """Writes a small valid configuration plus further YAML lines; returns its path."""
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
+    rows = [f'{{"prompt": "{number} + 1", "answer": "{number + 1}"}}\n' for number in range(NUM_ROWS)]
+    (tmp_path / "train.jsonl").write_text("".join(rows))
 
     def write(more: str = "") -> Path:
         path = tmp_path / "run.yaml"

@@ -1,8 +1,12 @@
 """A limit of time for a process that may be stopped itself; over a clock of the test."""
 
+import asyncio
+import time
 from dataclasses import dataclass
 
-from rollout.patience import LOOK_S, AwakeClock, Patience
+import pytest
+
+from rollout.patience import LOOK_S, AwakeClock, Patience, answer_within
 
 
 @dataclass
@@ -48,3 +52,34 @@ def test_the_awake_clock_leaves_out_the_time_in_which_its_process_was_stopped() 
         clock.now += passed_s
         readings.append(awake())
     assert readings == [0.25, 1.75, 2.0, 2.25, 2.5, 2.5]
+
+
+async def steady(answer: str, *, seconds: float) -> str:
+    """An answer after some time of work, of which a stop takes nothing away."""
+    for _ in range(round(seconds / 0.01)):
+        await asyncio.sleep(0.01)
+    return answer
+
+
+def test_a_stop_does_not_make_an_awaited_answer_late() -> None:
+    async def stopped() -> str:
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 3.5)  # the event loop is late, as after a stop
+        return await answer_within(3.0, steady("answer", seconds=0.4))
+
+    assert asyncio.run(stopped()) == "answer"
+
+
+def test_a_late_answer_is_cancelled_and_an_error_is_raised() -> None:
+    async def late() -> None:
+        call = asyncio.ensure_future(asyncio.Event().wait())
+        with pytest.raises(TimeoutError):
+            await answer_within(0.05, call)
+        await asyncio.sleep(0)
+        assert call.cancelled()
+
+    async def fails() -> None:
+        raise RuntimeError("no memory")
+
+    asyncio.run(late())
+    with pytest.raises(RuntimeError, match="no memory"):
+        asyncio.run(answer_within(5.0, fails()))

@@ -11,7 +11,18 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from rollout.processes import ProcessId, family, given_devices, kill_processes, no_collection, on_devices, send_signal
+from history.process_stat import stat_fields
+from rollout import processes
+from rollout.processes import (
+    ProcessId,
+    children,
+    family,
+    given_devices,
+    kill_processes,
+    no_collection,
+    on_devices,
+    send_signal,
+)
 from tests.support.deadline import DEADLINE_S
 from tests.support.runs.background import ROOT
 
@@ -102,6 +113,38 @@ def test_a_process_and_its_child_are_killed_after_the_wall_clock_was_set(monkeyp
             assert kill_processes([identity]) == 0
         finally:
             send_signal(members, signal.SIGKILL)
+
+
+def test_processes_of_other_users_may_be_hidden(monkeypatch):
+    """With `hidepid=1` their files cannot be opened."""
+
+    def refuse(*_: object) -> dict[int, int]:
+        raise psutil.AccessDenied(1)
+
+    def shown(pid: int) -> list[str]:
+        if pid == 1:
+            raise PermissionError(1, "Operation not permitted", "/proc/1/stat")
+        return stat_fields(pid)
+
+    monkeypatch.setattr("psutil._ppid_map", refuse)
+    monkeypatch.setattr(processes, "stat_fields", shown)
+    line = ["sh", "-c", "sleep 600 & echo up; wait"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, start_new_session=True) as child:
+        try:
+            assert child.stdout is not None
+            child.stdout.readline()
+            members = psutil.Process(child.pid), *children(psutil.Process(child.pid))
+            assert members[1].name() == "sleep"
+            assert {*members} <= {*children(psutil.Process(), recursive=True)}
+            assert members[0] in children(psutil.Process()) and members[1] not in children(psutil.Process())
+            own = ProcessId.of_this_process("a-node").with_children()
+            assert {member.pid for member in members} <= {pid for pid, _ in own.children}
+            assert {*members} <= {*family(own)}
+        finally:
+            os.killpg(child.pid, signal.SIGKILL)
+    parent = psutil.Process().parent()
+    monkeypatch.setattr(psutil.Process, "parent", lambda me: parent if me.pid == os.getpid() else refuse())
+    assert processes._ancestors(psutil.Process()) == [parent]
 
 
 def test_a_child_that_outlives_a_killed_process_is_killed_by_what_the_process_told_before():

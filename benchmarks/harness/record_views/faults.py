@@ -27,7 +27,8 @@ FAULTS = View(
         "A run whose controller was killed, or whose exit code asks for it, was started again, as SLURM would do.",
         "In `scoring` a call of the reward function is under way, and each takes half a second. In other phases they "
         "end at once.",
-        "A frozen controller is continued after 45 s, and these are among its seconds. No other process is continued.",
+        "A frozen controller is continued after 45 s, and a frozen job (all its processes) after 130 s. These are in "
+        "their seconds. No other process is continued.",
         "Calls are those of the reward function. `-` stands for a cell that is not in the table, or whose rows were "
         "recorded before this was counted.",
         "Deadlines are short in these runs: 60 s for a call to the trainer, 20 s without a token of an engine.",

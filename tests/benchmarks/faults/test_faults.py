@@ -19,9 +19,10 @@ import psutil
 import pytest
 
 from benchmarks.faults import __main__ as command
+from benchmarks.faults import cells as cells_module
 from benchmarks.faults import inject
 from benchmarks.faults import outcome as verdict
-from benchmarks.faults.cells import PHASES, ROLES, Cell, cells
+from benchmarks.faults.cells import PHASES, ROLES, WHOLE_JOB, Cell, cells
 from benchmarks.faults.example import NUM_STEPS, SLOW_REWARD, write_config
 from benchmarks.faults.inject import Ended, run_disturbed, victims
 from benchmarks.faults.outcome import left_behind, total
@@ -38,6 +39,7 @@ from tests.support.runs.background import OF_VLLM
 
 CELL = Cell(role="trainer rank", fault="kill", phase="train", run="exact")
 FROZEN_CONTROLLER = Cell(role="controller", fault="freeze", phase="scoring", run="exact")
+SUSPENDED_JOB = Cell(role=WHOLE_JOB, fault="freeze", phase="scoring", run="exact")
 
 
 def run_dir(folder: Path, *, responses: int = 16, weights: bytes = b"w", loss: float = 1.0) -> Path:
@@ -57,7 +59,7 @@ def test_the_table_has_every_process_in_every_phase_once() -> None:
     assert {cell.role for cell in cells()} == set(ROLES)
     of_trainer = {(cell.fault, cell.phase) for cell in cells() if cell.role == "trainer rank" and cell.run == "exact"}
     assert of_trainer == {(fault, phase) for fault in ("kill", "freeze") for phase in PHASES if phase != "scoring"}
-    assert FROZEN_CONTROLLER in cells()
+    assert FROZEN_CONTROLLER in cells() and SUSPENDED_JOB in cells()
 
 
 def test_scoring_is_hit_in_the_rollout_that_samples() -> None:
@@ -198,7 +200,7 @@ def test_scoring_is_hit_only_while_a_call_is_under_way_and_a_worker_only_if_it_h
 
 
 def test_a_frozen_controller_is_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inject, "FROZEN_S", 0.5)
+    monkeypatch.setattr(cells_module, "FROZEN_S", 0.5)
     seen = []
     sleep = inject.time.sleep
     process = subprocess.Popen(["sleep", "3600"])
@@ -216,6 +218,33 @@ def test_a_frozen_controller_is_continued(tmp_path: Path, monkeypatch: pytest.Mo
         assert psutil.Process(process.pid).status() != psutil.STATUS_STOPPED
     finally:
         process.kill()
+        process.wait()
+
+
+def test_a_suspended_job_stops_and_goes_on_with_all_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cells_module, "SUSPENDED_S", 0.5)
+    process = subprocess.Popen(["sh", "-c", "sleep 3600 & sleep 3600"])
+    seen = []
+    sleep = inject.time.sleep
+
+    def look_and_sleep(seconds: float) -> None:
+        sleep(seconds)
+        seen.append((seconds, [each.status() for each in inject.targets(process, WHOLE_JOB)]))
+
+    monkeypatch.setattr(inject, "time", SimpleNamespace(sleep=look_and_sleep, time=inject.time.time))
+    (tmp_path / "status.json").write_text(json.dumps({"phase": "rollout", "step": 1, "part": ""}))
+    cell = Cell(role=WHOLE_JOB, fault="freeze", phase="rollout", run="exact")
+    try:
+        while len(found := inject.targets(process, WHOLE_JOB)) < 3:
+            sleep(0.01)
+        assert inject._disturb(process, tmp_path, cell, random.Random(0)) is not None
+        assert seen[-1] == (0.5, [psutil.STATUS_STOPPED] * 3)
+        assert psutil.STATUS_STOPPED not in [each.status() for each in found]
+    finally:
+        for each in inject.targets(process, WHOLE_JOB):
+            each.kill()
         process.wait()
 
 
@@ -272,9 +301,12 @@ def test_a_random_fault_leaves_no_trace(disturb: Callable[[Cell, int], Row]) -> 
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_run_whose_controller_is_frozen_and_continued_blames_nobody(disturb: Callable[[Cell, int], Row]) -> None:
+@pytest.mark.parametrize("cell", [FROZEN_CONTROLLER, SUSPENDED_JOB], ids=["controller", "job"])
+def test_a_run_whose_controller_or_whole_job_is_frozen_and_continued_blames_nobody(
+    disturb: Callable[[Cell, int], Row], cell: Cell
+) -> None:
     """It is frozen for longer than the deadlines of engines, of the trainer's progress and of reward calls."""
-    row = disturb(FROZEN_CONTROLLER, 0)
-    assert row["starts"] == 1 and row["until_next_step_s"] > inject.FROZEN_S
+    row = disturb(cell, 0)
+    assert row["starts"] == 1 and row["until_next_step_s"] > cell.stopped_s > 0
     repeated = ("trainer_restarts", "engine_restarts", "repeated_steps", *verdict.REPEATED)
     assert {name: row[name] for name in repeated} == dict.fromkeys(repeated, 0)

@@ -69,6 +69,20 @@ def test_what_a_preset_with_another_key_computes_can_be_kept_by_the_advice(corre
     assert CorrectionConfig.model_validate(yaml.safe_load(advice)) == config.model_copy(update={"preset": "none"})
 
 
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"mode": "none", "cap": 0.5, "low": 3.0},
+        {"mode": "tis_token", "cap": 1.0, "low": 3.0},
+        {"mode": "icepop", "cap": 1.0, "low": 0.5},
+        {"mode": "mis_geometric", "cap": 1.1, "low": 1.0},
+        {"rejections": [{"statistic": "seq_mean_k3", "low": 0.0, "high": 0.01}]},
+    ],
+)
+def test_bounds_that_keep_the_ratio_1_and_bounds_that_no_mode_reads_pass(correction: dict[str, object]) -> None:
+    assert algorithm_problems(run_config(algorithm={"correction": correction})) == []
+
+
 @pytest.mark.parametrize("kl", [{"place": "none", "coefficient": 0.0}, {"place": "none", "coefficient": 0.01}])
 def test_a_divergence_that_is_off_on_purpose_passes(kl: dict[str, object]) -> None:
     assert algorithm_problems(run_config(algorithm={"kl": kl})) == []

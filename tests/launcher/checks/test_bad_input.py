@@ -131,7 +131,57 @@ CASES = {
         ("`trainer.optimizer.learning_rate` = Infinity", "finite number"),
         overrides=("trainer.optimizer.learning_rate=.inf",),
     ),
+    "a number without end": Case(
+        ("is no int (Exceeds the limit", "write it in quotes"), overrides=("num_steps=" + "1" * 5000,)
+    ),
+    "a number beyond all bounds": Case(
+        ("override `num_steps=0xfff", "`num_steps` is a whole number of more than 128 bits"),
+        overrides=("num_steps=0x" + "f" * 5000,),
+    ),
+    "a number beyond all bounds in the file": Case(
+        ("run.yaml:7: `data.max_prompt_tokens` is a whole number of more than 128 bits",),
+        edit("max_prompt_tokens: 64", "max_prompt_tokens: 1" + 400 * "0"),
+    ),
+    "a refill beyond all bounds": Case(
+        ("`algorithm.max_refill` = 1e+307", "less than or equal to 1000"),
+        overrides=("algorithm.max_refill=1e307", "algorithm.filter=accuracy"),
+    ),
+    "a date that is none": Case(
+        ("run.yaml is not YAML: line 3, column 12", "2026-02-30 is no timestamp (day is out of range for month)"),
+        edit("num_steps: 3", "num_steps: 2026-02-30"),
+    ),
+    "an override nested without end": Case(("lists or tables are too deep",), overrides=("model=" + "[" * 5000,)),
+    "a limit of time beyond timers": Case(
+        ("`trainer.timeout_s` = 10000000000.0", "less than or equal to 1000000000"),
+        overrides=("trainer.timeout_s=1e10",),
+    ),
+    "more ranks than any cluster has": Case(
+        ("`trainer.parallel.data` = 1000000", "less than or equal to 10000"),
+        overrides=("trainer.parallel.data=1000000",),
+    ),
+    "an index beyond all bounds": Case(
+        ("111...` is not an index of a list of 1 (0 is the first)",),
+        overrides=("data.train." + "1" * 5000 + ".path=x",),
+    ),
+    "a seed beyond 63 bits": Case(
+        ("`seed` = 9223372036854775808", "less than or equal to 9223372036854775807"),
+        overrides=("seed=9223372036854775808",),
+    ),
+    "a limit of memory beyond 63 bits": Case(
+        ("`reward.memory_bytes` = 9223372036854775808", "less than or equal to 9223372036854775807"),
+        overrides=("reward.memory_bytes=9223372036854775808",),
+    ),
+    "a project of wandb with its entity": Case(
+        ('`wandb.project` = "team/rl#1"', "the name of a project holds no # /;", "the variable WANDB_ENTITY"),
+        overrides=('wandb.project="team/rl#1"',),
+    ),
+    "a project of wandb with a long name": Case(
+        ("`wandb.project` = ", "at most 128 characters"), overrides=("wandb.project=" + "x" * 129,)
+    ),
     # the model
+    "a model with a long name": Case(
+        ("`model` = xxx", "has a name of more than 255 bytes; shorten it"), overrides=("model=" + "x" * 300,)
+    ),
     "no such model": Case(("`model` = nowhere: no such directory; download",), overrides=("model=nowhere",)),
     "a model without config.json": Case(
         ("holds no config.json",), lambda work: (work / "model" / "config.json").unlink()
@@ -246,6 +296,18 @@ CASES = {
     # the run directory and the machine
     "a run directory that is a file": Case(
         ("is a file; name a directory",), lambda work: (work / "run").write_text("")
+    ),
+    "a run directory with a long name": Case(
+        ("`run_dir` = new/xxx", "has a name of more than 255 bytes; shorten it"),
+        overrides=("run_dir=new/" + "x" * 300,),
+    ),
+    "a run directory with a long path": Case(
+        ("`run_dir` = x/x/x", "File name too long; name another path"), overrides=("run_dir=" + "x/" * 3000,)
+    ),
+    "a run directory of two lines": Case((r"`run_dir` = 'a\nb' holds a line break",), overrides=(r'run_dir="a\nb"',)),
+    "a warm start with a long name": Case(
+        ("`history.warm_start` = xxx", "has a name of more than 255 bytes"),
+        overrides=("history.warm_start=" + "x" * 300,),
     ),
     "a run directory in a file": Case(
         ("is a file, no directory can be made in it",),

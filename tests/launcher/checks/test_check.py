@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from history.lengths.book import KEPT_VISITS, most_bytes
 from launcher.checks.check import check_eval, check_run, check_sft
 from launcher.checks.model import hosted_state_problems
 from launcher.cluster.node import NodeResources
@@ -13,6 +14,7 @@ from launcher.config.loading import load
 from launcher.config.schema import EvalConfig, RunConfig, SftConfig
 from launcher.errors import ConfigError, LaunchError, judging_user_input
 from megatron_rl.config import OptimizerConfig, TrainerConfig
+from tests.launcher.conftest import NUM_ROWS
 from tests.launcher.estimate.runs import tightest
 
 Write = Callable[[str], Path]
@@ -47,6 +49,33 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
         (
             ["algorithm.correction.mode=icepop_sequence", "algorithm.correction.low=2"],
             ["`algorithm.correction.low` = 2.0", "keeps weights between the two"],
+        ),
+        (
+            ["algorithm.correction={mode: icepop, low: 0.2, cap: 0.28}"],
+            [
+                "`algorithm.correction.low` = 0.2 with `algorithm.correction.cap` = 0.28: mode icepop keeps ratios",
+                "without the ratio 1 of equal log-probabilities; set cap above 1 and low below 1",
+            ],
+        ),
+        (
+            ["algorithm.correction={mode: mis_geometric, low: 0.5, cap: 0.9}"],
+            ["`algorithm.correction.cap` = 0.9: mode mis_geometric keeps ratios", "without the ratio 1"],
+        ),
+        (
+            ["algorithm.correction={mode: mis_product, low: 2, cap: 5}"],
+            ["`algorithm.correction.low` = 2 with", "mode mis_product keeps ratios", "without the ratio 1"],
+        ),
+        (
+            ["algorithm.correction.cap=0.2"],
+            ["`algorithm.correction.cap` = 0.2: mode tis_token truncates", "set cap above 1 (2 is common)"],
+        ),
+        (
+            ["algorithm.correction={mode: tis_sequence, cap: 0.99}"],
+            ["`algorithm.correction.cap` = 0.99: mode tis_sequence truncates"],
+        ),
+        (
+            ["algorithm.correction.rejections=[{statistic: seq_mean_k3, low: 0.9, high: 1.1}]"],
+            ["`algorithm.correction.rejections[0].low` = 0.9: seq_mean_k3 is 0 for equal", "the key has no effect"],
         ),
         (
             ["algorithm.correction.rejections=[{statistic: seq_mean_k1, high: 0.01}]"],
@@ -260,6 +289,19 @@ def test_a_valid_configuration_passes(write_config: Write, node: NodeResources) 
         (["placement.mode=disaggregated", "engine.sleep_level=1"], ["disaggregated", "`engine.sleep_level` = 1"]),
         (["publish.transport=nccl"], ["`publish.transport` = nccl", "`placement.mode` = colocated"]),
         (["history.baseline_engines=[1]"], ["`history.baseline_engines` names engine 1", "`engine.num_engines` = 1"]),
+        (
+            ["algorithm.prompts_per_step=4096"],
+            ["a step may sample 4096 groups", "of 1024 prompts in `data.train`", "lower them, or add prompts"],
+        ),
+        (
+            ["algorithm.max_refill=20", "algorithm.filter=accuracy"],
+            ["a step may sample 1344 groups (`algorithm.prompts_per_step` x (1 + `algorithm.max_refill`)) of 1024"],
+        ),
+        (["data.train=[]"], ["a step may sample 64 groups", "of 0 prompts in `data.train`"]),
+        (
+            ["sampling.stop_token_ids=[0, -1, 255, 256]"],
+            ["`sampling.stop_token_ids` names -1, 256: the ids of the model's tokens go from 0 to 255"],
+        ),
         (["history.warm_start=nowhere"], ["`history.warm_start` = nowhere", "manifest.json", "jsonl"]),
         (["model=nowhere"], ["`model` = nowhere", "no such directory"]),
     ],
@@ -442,6 +484,32 @@ def test_an_evaluation_of_repeated_greedy_samples_is_refused(tmp_path: Path, mod
         check_eval(config)
 
 
+def test_an_evaluation_with_a_stop_token_that_the_model_lacks_is_refused(tmp_path: Path, model_dir: Path) -> None:
+    data = tmp_path / "rows.jsonl"
+    data.write_text('{"prompt": "1", "answer": "2"}\n')
+    sets = {"a": {"path": str(data), "max_response_tokens": 64}}
+    values = {"model": str(model_dir), "sets": sets, "max_prompt_tokens": 64, "stop_token_ids": (7, 256)}
+    config = EvalConfig.model_validate(values)
+    with pytest.raises(ConfigError, match=r"`stop_token_ids` names 256: .* from 0 to 255"):
+        check_eval(config)
+
+
+def test_a_run_of_endless_steps_keeps_lengths_of_the_prompts_that_there_are(
+    write_config: Write, node: NodeResources
+) -> None:
+    gpu = replace(node, gpu_bytes=(80 << 30,), gpu_capability=(9, 0), available_bytes=1 << 36)
+    memory = check_run(load(RunConfig, write_config(""), ["num_steps=10000000"]), [gpu]).memory
+    (lengths,) = {
+        item
+        for table in memory.tables
+        for items in table.phases.values()
+        for item in items
+        if item.what == "lengths of responses"
+    }
+    assert lengths.num_bytes == most_bytes(num_visits=KEPT_VISITS * NUM_ROWS, visit_responses=8)
+    assert lengths.knob == "num_steps"
+
+
 def test_training_files_with_the_same_file_name_need_names(
     write_config: Write, node: NodeResources, tmp_path: Path
 ) -> None:
@@ -451,7 +519,7 @@ def test_training_files_with_the_same_file_name_need_names(
         (tmp_path / folder / "train.jsonl").write_text('{"prompt": "1 + 1", "answer": "2"}\n')
     files = f"{{path: {tmp_path}/a/train.jsonl}}, {{path: {tmp_path}/b/train.jsonl"
     assert f"{tmp_path}/b/train.jsonl has the name train" in refusal(path, node, f"data.train=[{files}}}]")
-    named = load(RunConfig, path, [f"data.train=[{files}, name: b}}]"])
+    named = load(RunConfig, path, [f"data.train=[{files}, name: b}}]", "algorithm.prompts_per_step=2"])
     assert check_run(named, [node]).config.data.train[1].name == "b"
 
 

@@ -114,7 +114,9 @@ def test_processes_on_gpus_that_the_run_may_not_use_are_no_fault(
     tool = tmp_path / "nvidia-smi"
     tool.write_text(
         "#!/bin/sh\n"
-        'case "$*" in *memory.total*) for gpu in 0 1 2 3 4 5 6 7; do echo 81559, 480; done; exit;; esac\n'
+        'case "$*" in *memory.total*)'
+        " for gpu in 0-e 1-f 2-g 3-h 4-i 5-j 6-b 7-c; do echo ${gpu%-*}, GPU-${gpu#*-}, 81559, 480, 9.0; done;"
+        " exit;; esac\n"
         'case "$*" in *compute-apps*) ;; *) exit;; esac\n'
         'case "$*" in *--id=*6*|*--id=*GPU-b*) echo 6, b;; esac\n'
         'case "$*" in *--id=*7*) echo 7, c;; *--id=*) ;; *) echo 0, a; echo 6, b; echo 7, c;; esac\n'

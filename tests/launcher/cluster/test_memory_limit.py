@@ -1,11 +1,11 @@
-"""The limit of a SLURM job stands above the group of its processes, in both versions of control groups."""
+"""Limit and kills of a SLURM job stand above the group of its processes, in both versions of control groups."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from launcher.cluster.memory_limit import memory_limit_left
+from launcher.cluster.memory_limit import memory_kills, memory_limit_left
 
 GIB = 1 << 30
 V2 = "slurmstepd.scope/job_7/step_0/task_0"
@@ -65,3 +65,45 @@ def test_version_1_has_a_folder_for_memory(tmp_path: Path) -> None:
 def test_a_container_finds_its_own_group_at_the_root(own: Path, tmp_path: Path) -> None:
     write(tmp_path, max=str(3 * GIB), current=str(GIB), stat="")
     assert memory_limit_left(own, tmp_path) == 2 * GIB
+
+
+OTHERS = "oom 9\noom_kill 9"
+"""Kills of other jobs and users."""
+
+
+def test_kills_in_other_steps_of_the_job_count_and_those_of_other_jobs_do_not(own: Path, tmp_path: Path) -> None:
+    write(tmp_path / V2, events="oom 0\noom_kill 0")
+    write(tmp_path / "slurmstepd.scope" / "job_7", events="oom 2\noom_kill 2")
+    write(tmp_path / "slurmstepd.scope", events=OTHERS)
+    assert memory_kills(own, tmp_path) == 2
+
+
+def test_outside_a_job_the_own_group_counts(own: Path, tmp_path: Path) -> None:
+    own.write_text("0::/user.slice/session-3.scope\n")
+    write(tmp_path / "user.slice", events=OTHERS)
+    write(tmp_path / "user.slice" / "session-3.scope", events="oom_kill 1")
+    assert memory_kills(own, tmp_path) == 1
+
+
+def test_a_container_counts_kills_at_the_root(own: Path, tmp_path: Path) -> None:
+    write(tmp_path, events="oom_kill 3")
+    assert memory_kills(own, tmp_path) == 3
+
+
+def test_groups_of_version_1_are_counted_one_by_one(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text(f"4:memory:/{V1}\n0::/\n")
+    job = tmp_path / "memory" / "slurm" / "uid_5" / "job_7"
+    for group, kills in ((job, 0), (job / "step_0", 1), (job / "step_1", 2), (job.parent, 9)):
+        write(group, oom_control=f"under_oom 0\noom_kill {kills}")
+    assert memory_kills(own, tmp_path) == 3
+
+
+def test_kills_of_a_machine_without_groups_are_not_counted(tmp_path: Path) -> None:
+    own = tmp_path / "cgroup"
+    assert memory_kills(own, tmp_path) == 0, "no list of groups"
+    own.write_text("4:memory:/\n0::/\n")
+    assert memory_kills(own, tmp_path) == 0, "version 2 has no counter there"
+    write(tmp_path / "memory", oom_control=OTHERS)
+    (tmp_path / "memory" / "release_agent").touch()
+    assert memory_kills(own, tmp_path) == 0

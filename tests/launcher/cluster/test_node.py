@@ -7,6 +7,7 @@ import psutil
 import pytest
 
 from launcher.cluster import node as environment
+from launcher.errors import ConfigError
 
 
 def test_the_description_is_json_with_versions_and_machine() -> None:
@@ -39,21 +40,65 @@ def test_resources_are_those_that_this_process_may_use() -> None:
     assert 0 < node.available_bytes <= psutil.virtual_memory().total
 
 
-def test_devices_come_from_the_driver_and_are_limited_by_the_environment(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+FOUR_GPUS = """#!/bin/sh
+echo 0, GPU-aa0, 24564, 400, 8.6
+echo 1, GPU-ab1, 81559, 480, 9.0
+echo 2, GPU-ac2, 40960, '[N/A]', 8.0
+echo 3, GPU-ac3, 81559, 480, 9.0
+"""
+SIZES = tuple(megabytes << 20 for megabytes in (24564 - 400, 81559 - 480, 40960 - 871, 81559 - 480))
+
+
+@pytest.fixture
+def four_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tool = tmp_path / "nvidia-smi"
-    tool.write_text("#!/bin/sh\necho 81559, 480\necho 81559, 480\n")
+    tool.write_text(FOUR_GPUS)
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert environment.node_resources().gpu_bytes == (85_017_493_504,) * 2
-    assert environment.node_resources().gpu_ids == ()
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
-    assert environment.node_resources().gpu_bytes == (85_017_493_504,)
-    assert environment.node_resources().gpu_ids == ("1",)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert environment.node_resources().gpu_bytes == ()
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    tool.write_text("#!/bin/sh\necho '81559, [N/A]'\n")
-    assert environment.node_resources().gpu_bytes == ((81559 - 871) << 20,)
+
+
+@pytest.mark.usefixtures("four_gpus")
+def test_devices_come_from_the_driver() -> None:
+    node = environment.node_resources()
+    assert (node.gpu_bytes, node.gpu_ids, node.gpu_capability) == (SIZES, (), (8, 0))
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("named", "gpus", "ids"),
+    [
+        ("1", [1], ("1",)),
+        ("3, 0", [3, 0], ("3", "0")),
+        ("GPU-ac3,GPU-aa", [3, 0], ("GPU-ac3", "GPU-aa0")),
+        ("2,GPU-ab1", [2, 1], ("2", "GPU-ab1")),
+        ("", [], ()),
+        ("-1", [], ()),
+        ("NoDevFiles", [], ()),
+        ("none", [], ()),
+        ("1,-1,0", [1], ("1",)),
+        ("1,4,0", [1], ("1",)),
+        ("1,GPU-ff,0", [1], ("1",)),
+        ("GPU-ac", [], ()),
+    ],
+)
+def test_the_environment_names_devices_as_for_cuda(
+    monkeypatch: pytest.MonkeyPatch, named: str, gpus: list[int], ids: tuple[str, ...]
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    node = environment.node_resources()
+    assert node.gpu_bytes == tuple(SIZES[gpu] for gpu in gpus)
+    assert node.gpu_ids == ids
+    assert node.gpu_capability == min((((8, 6), (9, 0), (8, 0), (9, 0))[gpu] for gpu in gpus), default=None)
+
+
+@pytest.mark.usefixtures("four_gpus")
+@pytest.mark.parametrize(
+    ("named", "said"), [("MIG-11-22", "MIG-11-22 is a part"), ("1,0,1", "GPU 1 twice"), ("1,GPU-ab1", "GPU 1 twice")]
+)
+def test_parts_of_devices_and_devices_named_twice_are_refused(
+    monkeypatch: pytest.MonkeyPatch, named: str, said: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    with pytest.raises(ConfigError, match=f"CUDA_VISIBLE_DEVICES = {named}.*{said}"):
+        environment.node_resources()

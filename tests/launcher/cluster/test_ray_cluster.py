@@ -5,15 +5,19 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
 
+import psutil
 import pytest
 import ray
 from ray._private import ray_constants
 from ray._raylet import AuthenticationMode
 
+from history.own_files import is_private_folder
 from launcher.cluster import alive_nodes, ray_cluster, ray_limits
 from launcher.cluster.alive_nodes import AliveNode, natural_order
 from launcher.cluster.node import RAY_START_TRIES, NodeResources
@@ -128,6 +132,75 @@ def test_a_local_ray_that_is_late_is_started_again_and_any_other_error_ends_the_
             start_ray(ClusterConfig(), num_actors=1)
         assert errors == []
         assert len(caplog.records) == min(tries.count(late), RAY_START_TRIES - 1)
+
+
+def test_no_other_user_reaches_the_sockets_of_a_local_ray(running: Processes) -> None:
+    """Ray's own folders are open to all, whatever the umask, so one above them must not be."""
+    assert running.environment.single_node
+    session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+    assert (session / "sockets").stat().st_mode & 0o002, "else Ray needs no private folder any more"
+    assert any(is_private_folder(path) and not path.stat().st_mode & 0o077 for path in session.parents)
+    assert len(os.fsencode(session / "sockets" / "plasma_store")) <= 107
+
+
+@pytest.mark.parametrize("name", ["missing", "long" * 20, "file", ""], ids=["missing", "long", "file", "planted"])
+def test_a_folder_that_cannot_hold_rays_sockets_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as base:
+        folder = Path(base, name)
+        Path(base, "file").touch()
+        planted = Path(base, f"mrl-ray-{os.geteuid()}")
+        planted.mkdir()
+        planted.chmod(0o777)
+        monkeypatch.setenv("RAY_TMPDIR", str(folder))
+        monkeypatch.setattr(ray_cluster, "_init", lambda **_: pytest.fail("Ray would start"))
+        monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
+        with pytest.raises(ConfigError, match=r"(?s)sockets.*set the environment variable RAY_TMPDIR"):
+            start_ray(ClusterConfig(), num_actors=1)
+
+
+def test_a_local_ray_ignores_the_folder_of_a_job_that_may_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", "/missing/" + "long" * 30)
+    assert ray_cluster._local_folder() == Path(f"/tmp/mrl-ray-{os.geteuid()}/ray")
+
+
+@pytest.fixture
+def raylets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
+    """Starts a process with the command line of a raylet; returns its address. Other raylets are not seen."""
+    with ExitStack() as started:
+        pids: list[int] = []
+
+        def start(port: int, *, temp_dir: str = "/tmp/ray") -> str:
+            address = f"127.0.0.1:{port}"
+            line = ["raylet", "-c", "read line", f"--temp_dir={temp_dir}", f"--gcs-address={address}"]
+            process = subprocess.Popen(line, executable="/bin/bash", stdin=subprocess.PIPE)
+            started.enter_context(process)  # closes its input
+            pids.append(process.pid)
+            return address
+
+        monkeypatch.setattr(ray_cluster.psutil, "process_iter", lambda: map(psutil.Process, pids))
+        yield start
+
+
+def test_auto_means_the_one_cluster_that_this_user_has_started(raylets: Callable[..., str]) -> None:
+    raylets(1, temp_dir=f"/tmp/mrl-ray-{os.getuid()}/ray")
+    raylets(2, temp_dir="/tmp/mrl-77-0-ab/ray")
+    with pytest.raises(ConfigError, match=r"`cluster\.address=auto` finds no Ray of yours here\. Name the address"):
+        ray_cluster.own_cluster()
+    own = raylets(3)
+    assert ray_cluster.own_cluster() == own == raylets(3), "two nodes of a cluster"
+    raylets(4)
+    with pytest.raises(ConfigError, match=r"several clusters .*: 127\.0\.0\.1:3, 127\.0\.0\.1:4\. Name"):
+        ray_cluster.own_cluster()
+
+
+def test_auto_is_no_cluster_of_another_user(raylets: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_cluster, "_init", lambda **_: pytest.fail("it would be joined"))
+    raylets(5)
+    monkeypatch.setattr(ray_cluster.os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match=r"no Ray of yours here, only 127\.0\.0\.1:5 \(of \w+\)"):
+        ray_cluster._join("auto")
 
 
 JOINS = "import ray, sys; ray.init(address=sys.argv[1], logging_level='ERROR'); print('joined', len(ray.nodes()))"

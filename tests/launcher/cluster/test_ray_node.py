@@ -8,9 +8,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from launcher.cluster import ray_node
 from launcher.cluster.job_folder import VARIABLE, Head, JobFolder, note_begin
 from launcher.cluster.ports import PortMap
-from launcher.cluster.ray_node import RayNode, ray_command, ray_environment, topology_labels
+from launcher.cluster.ray_node import RayNode, make_temp_dir, ray_command, ray_environment, topology_labels
 
 HEAD = RayNode(
     name="node7",
@@ -28,6 +29,7 @@ HEAD = RayNode(
 
 def test_the_head_listens_and_the_others_join_it() -> None:
     assert {"--head", "--port=20000", "--node-name=node7", "--labels=rack=leaf3,block=spine"} <= set(ray_command(HEAD))
+    assert "--temp-dir=/tmp/mrl-1-0/ray" in ray_command(HEAD), "Ray opens its folder to all users"
     other = RayNode(
         **{name: getattr(HEAD, name) for name in HEAD.__slots__ if name != "head"},
         head=Head(address="10.0.0.6", port=20200, ready_port=20201),
@@ -35,6 +37,21 @@ def test_the_head_listens_and_the_others_join_it() -> None:
     command = ray_command(other)
     assert "--address=10.0.0.6:20200" in command and "--head" not in command
     assert ray_environment(other)["GLOO_SOCKET_IFNAME"] == "ib0"
+
+
+def test_the_folder_of_a_job_is_private_and_nobody_can_have_made_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_node, "_TMP", tmp_path)
+    planted, other = tmp_path / "mrl-7-1-planted", tmp_path / "mrl-7-11-other"
+    planted.mkdir()
+    planted.chmod(0o777)
+    other.mkdir(mode=0o700)
+    first = make_temp_dir(7, 1)
+    (first / "ray").mkdir()
+    second = make_temp_dir(7, 1)
+    assert second.stat().st_mode & 0o777 == 0o700 and not list(second.iterdir())
+    assert {*tmp_path.iterdir()} == {planted, other, second}, "that of the earlier start is gone"
 
 
 def test_switches_of_slurms_topology_become_labels() -> None:

@@ -32,8 +32,10 @@ class Actors:
             start=SimpleNamespace(remote=lambda: f"start {number}"),
         )
 
-    def wait(self, refs: list[str], *, timeout: float, num_returns: int = 1) -> tuple[list[str], list[str]]:
-        del timeout, num_returns
+    def wait(
+        self, refs: list[str], *, timeout: float, num_returns: int = 1, fetch_local: bool = True
+    ) -> tuple[list[str], list[str]]:
+        del timeout, num_returns, fetch_local
         late = [ref for ref in refs if ref in [f"start {number}" for number in self.hung]]
         return [ref for ref in refs if ref not in late], late
 

@@ -55,11 +55,11 @@ def test_a_run_has_the_actions_that_change_something(write_config: Write, node: 
 def test_a_cap_that_would_empty_the_band_of_the_correction_is_no_action(
     write_config: Write, node: NodeResources, mode: str
 ) -> None:
-    band = (f"algorithm.correction.mode={mode}", "algorithm.correction.low=1.2", "algorithm.correction.cap=5")
-    run = checked(write_config, node, *ACT, *band)
+    band = (f"algorithm.correction.mode={mode}", "algorithm.correction.low=1", "algorithm.correction.cap=5")
+    run = checked(write_config, node, *ACT, *band, "algorithm.guard.caps=[1.5, 1.0]")
     said: list[str] = []
     assert [action.value for action in ladder_of(run, said.append) if action.kind == "cap"] == [1.5]
-    assert said[0] == "guard: correction.cap = 1.2 is no action of this run: correction.low = 1.2 is not below it"
+    assert said[0] == "guard: correction.cap = 1 is no action of this run: correction.low = 1 is not below it"
 
 
 @pytest.mark.parametrize("mode", ["tis_token", "tis_sequence"])

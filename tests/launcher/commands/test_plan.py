@@ -286,3 +286,11 @@ def test_a_plan_of_64_nodes_takes_seconds_and_imports_nothing_heavy(plan: Plan, 
     assert done.returncode == 0, done.stdout + done.stderr
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5  # CPU time: others load the machine
+
+
+def test_a_run_whose_number_of_steps_fills_the_memory_is_told_so(
+    plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan reads no data, so it counts a prompt of its own for every group."""
+    assert plan("num_steps=1000000000") == 2
+    assert "are available; `num_steps` = 500000000 frees 21457." in capsys.readouterr().err

@@ -196,6 +196,28 @@ def test_a_job_that_another_one_has_outrun_takes_none_of_its_requeues(
     assert slurm_job.main(["choose", str(job.config)]) == (9 if counts else 0)
 
 
+def test_a_torn_or_damaged_row_of_the_starts_keeps_no_job_from_its_start(
+    job: JobFolder, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A row that is torn at the end is dropped, and would else be glued to the next one."""
+    append_line(job.starts, {"step": 0, "time_s": 1.0, "job": "5.0"})
+    with job.starts.open("a") as file:
+        file.write('null\n{"step": 0}\n{"step": 0, "time_')
+    assert slurm_job.main(["choose", str(job.config)]) == 0
+    assert "2 line(s) of starts.jsonl are damaged and left out" in capsys.readouterr().out
+    assert starts(job) == [0, 0]
+
+
+def test_damaged_records_are_left_out_of_the_recorded_times(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"timing_s/step": 3.0}\n{}\nnull\n{"timing_s/step": "x"}\n')
+    (tmp_path / "events.jsonl").write_text('{"activity": "write"}\n\x00\n')
+    assert recorded_times(tmp_path) == RecordedTimes(steps_s=[3.0], saves_s=[], evaluations_s=[])
+    warnings = capsys.readouterr().err.splitlines()
+    assert warnings == [
+        f"warning: 1 line(s) of {name}.jsonl are damaged and left out" for name in ("events", "metrics")
+    ]
+
+
 def test_the_batch_script_removes_no_stop_request() -> None:
     script = (Path(slurm_script.__file__).parent / "templates" / "slurm.sh").read_text()
     assert not [line for line in script.splitlines() if line.lstrip().startswith("rm ")]

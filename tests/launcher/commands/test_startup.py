@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from launcher.commands.prompts import TrainingPrompts, training_order
 from launcher.commands.resume_point import ResumePoint
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
-from launcher.errors import LaunchError
+from launcher.errors import LaunchError, RunDirectoryError
 from launcher.run_dir.console import RunProgress
 from rollout.data.prompts import LoadedPrompts
+from rollout.failures import CallError, Place
 from rollout.types import Prompt, PromptId
 
 
@@ -89,3 +91,19 @@ def test_prompts_that_share_ids_are_refused_as_input(
     running = SimpleNamespace(start_text_processes=lambda *given: text)
     with pytest.raises(LaunchError, match="'train/0' occurs twice; give every data set its own name"):
         startup.read_inputs(checked, running, ResumePoint(), "run", RunProgress(3))
+
+
+@pytest.mark.parametrize(
+    ("cause", "kind"), [(ValueError("a tensor is damaged"), RunDirectoryError), (MemoryError("none left"), CallError)]
+)
+def test_a_damaged_checkpoint_of_the_trainer_is_an_error_of_the_run_directory(
+    monkeypatch: pytest.MonkeyPatch, cause: Exception, kind: type[Exception]
+) -> None:
+    def load_checkpoint(path: str) -> NoReturn:
+        raise CallError(f"trainer.load failed: {cause}", Place(role="trainer")) from cause
+
+    monkeypatch.setattr(startup, "trainer_spec", lambda *given, **named: None)
+    checked = SimpleNamespace(config=None, format=None, placement=SimpleNamespace(trainers=(), declines_delta=None))
+    running = SimpleNamespace(start_trainer=lambda *given: SimpleNamespace(load=load_checkpoint))
+    with pytest.raises(kind, match=f"trainer.load failed: {cause}"):
+        startup.start_trainer(checked, running, ResumePoint(first_step=1, trainer="checkpoints/1/trainer"), "run")

@@ -1,5 +1,6 @@
 """What is written reads back: texts stay texts, also those that look like numbers, and numbers stay numbers."""
 
+import datetime
 import re
 from pathlib import Path
 
@@ -58,3 +59,18 @@ def test_other_numbers_and_texts_with_zeros_are_read(text: str, value: object) -
 def test_every_number_reads_back_as_a_number(value: float | None) -> None:
     assert dump({"key": value}).count("'") == 0
     assert parse_value(dump({"key": value})) == {"key": value}
+
+
+def test_keys_are_texts_as_they_are_written(tmp_path: Path) -> None:
+    """PyYAML alone has a date, a number and a truth value as keys, which JSON does not have or writes otherwise."""
+    table = "{2026-11-30: {1: a}, on: b, 0x1f: 2026-11-30}"
+    keys = {"2026-11-30": {"1": "a"}, "on": "b", "0x1f": datetime.date(2026, 11, 30)}
+    assert parse_value(table) == keys
+    (tmp_path / "run.yaml").write_text(f"2026-11-30: {table}\n")
+    assert read(tmp_path / "run.yaml").values == {"2026-11-30": keys}
+
+
+@pytest.mark.parametrize("text", ["2026-02-30", "!!float x", "!!int x", "!!bool x", "!!timestamp x", "[1, !!int '']"])
+def test_a_scalar_that_is_not_what_it_looks_like_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a YAML value: line 1, column \d+: .* is no \w+ \(.*in quotes"):
+        parse_value(text)

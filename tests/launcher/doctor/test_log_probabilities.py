@@ -23,6 +23,7 @@ data: {{train: [{{path: {root}/train.jsonl}}], max_prompt_tokens: 64}}
 sampling: {{max_response_tokens: 32}}
 engine: {{format: int8, bf16_first_layers: 0, bf16_last_layers: 0, max_num_seqs: 8, kv_cache_bytes: 67108864}}
 trainer: {{dtype: fp32}}
+algorithm: {{prompts_per_step: 1}}
 history: {{drafts: false}}
 """
 

@@ -22,6 +22,7 @@ data: {{train: [{{path: {root}/data/train.jsonl}}], max_prompt_tokens: 96}}
 sampling: {{max_response_tokens: 32}}
 engine: {{bf16_first_layers: 0, bf16_last_layers: 0, max_num_seqs: 8, kv_cache_bytes: 1073741824}}
 trainer: {{dtype: bf16}}
+algorithm: {{prompts_per_step: 8}}
 history: {{drafts: false}}
 wandb: {{mode: disabled}}
 """

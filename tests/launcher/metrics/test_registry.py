@@ -95,7 +95,7 @@ def computed() -> set[str]:
     score = replace(group.scores[0], details=(("parsed", 1.0),))
     names |= {name for name in _rewards([replace(group, scores=(score,))]) if name.endswith("parsed")}
     # phases of `megatron_rl.controller.phases`; evaluations and checkpoints always follow the row of their step
-    names |= {f"timing_s/{phase}" for phase in ("step", *span_activities() - {"evaluate", "checkpoint"})}
+    names |= {f"timing_s/{phase}" for phase in ("step", "suspended", *span_activities() - {"evaluate", "checkpoint"})}
     timeline = StepTimeline(1)
     for number, activity in enumerate(BETWEEN_STEPS):
         timeline.add_span("trainer", activity, ORIGIN_S + number, ORIGIN_S + number + 1)

@@ -1,6 +1,8 @@
 """Files of forwards: older ones go whole, none is missing since, and the report shows the steps that are kept."""
 
+import json
 import math
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,9 +11,10 @@ import pytest
 
 from launcher.report.metric_table import MetricTable
 from launcher.report.run_timeline import read_timeline
+from launcher.report.write import write_report
 from launcher.run_dir import forward_traces
 from launcher.run_dir.directory import RunDirectory
-from launcher.run_dir.forward_traces import append_forwards, read_forwards, remove_forwards
+from launcher.run_dir.forward_traces import append_forwards, read_forwards, remove_forwards, sound_forwards
 from megatron_rl.algorithm.guard import GuardState
 from rollout.tracing.forwards import FORWARD, Forwards
 from tests.launcher.run_dir.test_saves import Planner, Trainer, saves_of
@@ -116,3 +119,48 @@ def test_the_newest_forwards_of_several_files_are_read_in_order(
     assert len(whole) == 12 * NUM_FORWARDS and (np.diff(whole["started_at_s"]) > 0).all() and not is_cut
     (newest,), is_cut = read_forwards(tmp_path, max_bytes=6 * FORWARD.itemsize + 5)
     assert newest.tobytes() == whole[-6:].tobytes() and is_cut
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("started_at_s", value) for value in (0.0, math.nan, math.inf, 1e300, -1.0, time.time() + 1e6)),
+        *(("seconds", value) for value in (math.nan, math.inf, 1e30, -1.0)),
+    ],
+)
+@pytest.mark.parametrize("at", [0, 2, NUM_FORWARDS - 1])
+def test_records_with_damaged_times_are_left_out_and_the_timeline_keeps_its_times(
+    directory: RunDirectory, field: str, value: float, at: int
+) -> None:
+    write_step(directory, 0)
+    path = directory.path / "traces" / "engine-1.forwards"
+    damaged = np.frombuffer(path.read_bytes(), dtype=FORWARD).copy()
+    damaged[field][at] = value
+    path.write_bytes(damaged.tobytes())
+    write_report(directory.path)
+    trace = json.loads((directory.path / "timeline.json").read_text())["otherData"]
+    assert ORIGIN_S <= trace["started_at_s"] <= ORIGIN_S + 2
+    assert "1 forwards of engines have damaged times and are not shown." in trace["notes"]
+
+
+@pytest.mark.parametrize(("at", "by_s"), [(3, -100.0), (3, 100.0), (11, -100.0), (0, 100.0)])
+def test_of_records_out_of_order_the_fewer_are_left_out(at: int, by_s: float) -> None:
+    whole = np.concatenate([forwards_from(ORIGIN_S + STEP_S * step) for step in range(3)])
+    assert sound_forwards(whole).tobytes() == whole.tobytes() and len(sound_forwards(whole[:0])) == 0
+    damaged = whole.copy()
+    damaged["started_at_s"][at] += by_s
+    assert sound_forwards(damaged).tobytes() == np.delete(whole, at).tobytes()
+    adjusted = whole.copy()
+    adjusted["started_at_s"][6:] -= 0.9
+    assert len(sound_forwards(adjusted)) == len(whole), "a clock that was corrected"
+
+
+@pytest.mark.parametrize("size", [0, 10])
+def test_a_closed_file_without_a_whole_record_ends_no_save(directory: RunDirectory, size: int) -> None:
+    for step in range(3):
+        write_step(directory, step)
+    traces = directory.path / "traces"
+    for number in (1, 2):
+        (traces / f"engine-0.{number}.forwards").write_bytes(bytes(size))
+    directory.remove_samples(3, 1)
+    assert not (traces / "engine-0.1.forwards").exists() and (traces / "engine-0.2.forwards").exists()

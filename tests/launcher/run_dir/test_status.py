@@ -42,14 +42,18 @@ def test_the_status_says_phase_step_rates_checkpoint_and_request(tmp_path: Path)
 
 
 def test_time_left_counts_evaluations_and_checkpoints_and_the_token_rate_is_of_all_tokens(tmp_path: Path) -> None:
-    """An evaluation of 600 s before every fifth step, whose rollout begins within it, and a checkpoint before each."""
+    """An evaluation of 600 s before every fifth step, whose rollout begins within it, and a checkpoint before each.
+
+    SLURM has suspended the job for a night in one step.
+    """
     StatusFile(run_dir=tmp_path, num_steps=110, step=10).phase("engines", "rollout")
     rows = [
         {
             "step": step,
             "timing_s/step": step_s,
             "timing_s/train": 90.0,
-            "timeline/elapsed_s": step_s + 60 + (600 if step % 5 == 2 else 0),
+            "timeline/elapsed_s": step_s + 60 + (600 if step % 5 == 2 else 0) + (36000 if step == 7 else 0),
+            **({"timing_s/suspended": 36000.0} if step == 7 else {}),
             "perf/response_tokens": 1.2e6,
             "perf/throughput_tokens_s": 1.2e6 / step_s,
         }

@@ -5,11 +5,14 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
+from typing import Literal
 
 import pytest
+from pydantic import ValidationError
+from wandb import Settings
 from wandb.errors import AuthenticationError, UsageError
 from wandb.proto import wandb_internal_pb2
 
@@ -480,6 +483,29 @@ def test_an_online_run_without_a_good_key_is_refused(
     monkeypatch.setattr(tracking, "_begin", refuse)
     with pytest.raises(ConfigError, match=rf"`wandb\.mode` = online: {refusal}.*wandb login"):
         Tracker.start(WandbConfig(mode="online"), tmp_path / "run", {}, first_step=0)
+
+
+@pytest.mark.parametrize("mode", ["offline", "online"])
+def test_a_setting_that_wandb_refuses_is_not_blamed_on_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Literal["offline", "online"]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+    config = WandbConfig(mode=mode).model_copy(update={"project": "team/rl"})
+    with pytest.raises(ConfigError, match=rf"`wandb\.mode` = {mode}: Invalid project name 'team/rl'") as refused:
+        Tracker.start(config, tmp_path / "run", {}, first_step=0)
+    assert "wandb login" not in str(refused.value) and "the key of `wandb`" in str(refused.value)
+
+
+@pytest.mark.parametrize("project", ["a/b", "a\\b", "a#b", "a?b", "a%b", "a:b", "x" * 129, "x" * 128, "a b-c.d é"])
+def test_a_project_is_accepted_as_wandb_itself_accepts_it(project: str) -> None:
+    def is_refused(by: Callable[..., object]) -> bool:
+        try:
+            by(project=project)
+        except (UsageError, ValidationError):
+            return True
+        return False
+
+    assert is_refused(WandbConfig) == is_refused(Settings)
 
 
 def test_disabled_tracking_writes_nothing(tmp_path: Path) -> None:

@@ -1,6 +1,9 @@
 """Losses: value and gradient against five-line references, in double precision."""
 
+import decimal
+import itertools
 import math
+from decimal import Decimal
 
 import numpy as np
 import pytest
@@ -198,6 +201,32 @@ def test_cispo_keeps_a_gradient_where_the_surrogate_has_none():
     logprobs = torch.tensor([1.5]).log().requires_grad_()
     run_loss({"name": "cispo", "clip_high": 0.28}, loss_inputs(logprobs, [0.0], [1.0])).loss.backward()
     assert logprobs.grad.tolist() == pytest.approx([-1.28])
+
+
+SURE = [0.0, -2e-8, -1.2e-7, -1e-4]
+"""Log-probabilities of a token that the policy is sure of; in float32, the probabilities of some are 1."""
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product([*SURE, -0.5], repeat=2)))
+@pytest.mark.parametrize("factor", [0.99, 1.01])
+def test_a_token_near_the_probability_1_has_its_true_divergence(old, new, factor):
+    """The bounds lie on both sides of the divergence by exact arithmetic, with 0 as the nearest probability to 1."""
+    old, new = np.float32(old), np.float32(new)
+    moved = exact_binary_kl(min(float(old), -1e-8), min(float(new), -1e-8))
+    advantage, bound = math.copysign(1.0, new - old), max(moved, 1e-12) * factor
+    loss = {"name": "dppo", "divergence": "kl", "bound_low": bound, "bound_high": bound}
+    logprobs = torch.tensor([new], requires_grad=True)
+    result = run_loss(loss, loss_inputs(logprobs, [old], [advantage]))
+    result.loss.backward()
+    assert float(result.metrics["actor/pg_clipfrac"]) == (moved > bound)
+    assert logprobs.grad.item() == pytest.approx(0.0 if moved > bound else -advantage * math.exp(new - old))
+
+
+def exact_binary_kl(old, new):
+    """With 60 digits."""
+    with decimal.localcontext(prec=60):
+        p, q = (Decimal(value).exp() for value in (old, new))
+        return float(p * (p / q).ln() + (1 - p) * ((1 - p) / (1 - q)).ln())
 
 
 def test_the_entropy_bonus_is_the_token_mean_of_the_entropy():

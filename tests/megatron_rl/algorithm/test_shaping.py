@@ -70,3 +70,5 @@ def test_a_signal_is_an_advantage_or_a_difference_of_rewards():
     assert function(GroupSignal(outcome=outcome([1, 1]), advantages=np.array([0.1, 0.1])))
     assert not function(GroupSignal(outcome=outcome([1, 1]), advantages=None))
     assert function(GroupSignal(outcome=outcome([0, 1]), advantages=None))
+    assert not function(GroupSignal(outcome=outcome([0.1 + 0.2, 0.3]), advantages=None))
+    assert function(GroupSignal(outcome=outcome([0.3, 0.3 + 1e-8]), advantages=None))

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_rl.algorithm.coefficients import Coefficients
-from megatron_rl.algorithm.kl import divergence
+from megatron_rl.algorithm.kl import divergence, reward_term
 from megatron_rl.algorithm.objective import Terms
 from megatron_rl.config import AlgorithmConfig
 from tests.support.loss_inputs import loss_inputs, run_loss
@@ -75,6 +75,17 @@ def test_k3_is_bounded_for_tokens_that_one_policy_excludes():
     far = divergence(torch.tensor([-90.0, -0.1]), torch.tensor([-0.1, -90.0]), estimator="k3")
     assert torch.isfinite(far).all()
     assert far[0].item() == pytest.approx(math.exp(20.0) - 21.0)
+
+
+def test_in_the_reward_k3_of_a_token_is_at_most_10_and_other_estimators_are_as_in_the_loss():
+    logprobs, reference = torch.tensor([-15.0, -90.0, -1.0, -1.0]), torch.tensor([-2.0, -2.0, -1.5, -20.0])
+    for estimator in ("k1", "k2", "k3"):
+        unbounded = divergence(logprobs, reference, estimator=estimator).tolist()
+        tokens, bounded = reward_term(logprobs, reference, estimator=estimator)
+        is_k3 = estimator == "k3"
+        assert tokens.tolist() == ([min(value, 10.0) for value in unbounded] if is_k3 else unbounded)
+        assert bounded.tolist() == [is_k3 and value > 10 for value in unbounded]
+        assert not is_k3 or bounded.tolist() == [True, True, False, True]
 
 
 def test_an_adaptive_entropy_bonus_counts_below_the_target_only():

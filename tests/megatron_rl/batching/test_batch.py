@@ -12,7 +12,7 @@ from megatron_rl.algorithm_settings import ADVANTAGES
 from megatron_rl.batching.balance import PackingRules
 from megatron_rl.batching.batch import MiniBatch, TrainBatch, build_batch
 from megatron_rl.batching.cost_model import CostModel
-from megatron_rl.batching.selection import TrainingSample, has_signal
+from megatron_rl.batching.selection import TrainingSample, has_signal, select
 from megatron_rl.config import AlgorithmConfig
 from rollout.group_parts import num_parts, part_numbers
 from rollout.types import (
@@ -194,6 +194,17 @@ def test_equal_rewards_of_any_size_have_no_advantage(advantage, reward):
     """Their mean differs by rounding, which a standard deviation of the same size would blow up."""
     batch = build([scored_group(0, [3] * 7, [reward] * 7)], advantage=advantage)
     assert (batch.counts.zero_variance_groups, batch.counts.trained_responses) == (1, 0)
+
+
+@pytest.mark.parametrize("rewards", [[1.0, 1.0, 1.0], [0.0, 0.0], [0.1 + 0.2, 0.3] * 2, [1e10 + 2e-6, 1e10]])
+@pytest.mark.parametrize("advantage", [{"name": "grpo", "std_eps": 0.0}, "grpo", "dr_grpo", "rloo", "opo"])
+def test_rewards_that_are_equal_but_for_rounding_are_no_signal(advantage, rewards):
+    group = scored_group(0, range(3, 3 + len(rewards)), rewards)
+    algorithm = AlgorithmConfig(advantage=advantage, filter="none")
+    (kept,) = select([group], 0, algorithm=algorithm)
+    assert [sample.advantage for sample in kept.samples] == [0.0] * len(rewards)
+    (dropped,) = select([group], 0, algorithm=AlgorithmConfig(advantage=advantage))
+    assert (dropped.samples, dropped.zero_variance) == ((), len(rewards))
 
 
 def test_a_response_whose_scoring_failed_leaves_its_group():

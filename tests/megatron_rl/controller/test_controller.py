@@ -1,6 +1,6 @@
 """The controller's loop: the order of its calls, recorded by small hand-written stand-ins."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from threading import Event
 
 import pytest
@@ -84,7 +84,11 @@ def controller(
     phases = StandIn(
         needs_publish=needs_publish,
         engines_sleep=False,
-        clock=StandIn(begin_step=lambda: None, seconds=lambda: {"rollout": 1.0, "step": 2.0}),
+        clock=StandIn(
+            begin_step=lambda: None,
+            seconds=lambda: {"rollout": 1.0, "step": 2.0},
+            suspension=StandIn(watched=nullcontext),
+        ),
         **{name: log.phase(name) for name in ("rollout", "train", "publish", "evaluate", "checkpoint")},
     )
     return Controller(

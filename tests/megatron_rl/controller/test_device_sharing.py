@@ -9,6 +9,7 @@ import pytest
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.trainer.group import TrainerGroup
+from rollout import ray_wait
 from rollout.failures import CallError
 from rollout.pool import engine_call, engine_group, living_engines
 from rollout.pool.engine_group import EngineGroup
@@ -82,7 +83,7 @@ def test_each_side_loads_only_after_the_other_has_offloaded():
         *("out gradients+optimizer", "wake weights", "send", "out weights", "wake kv_cache", "probe"),
     ]
     assert spans[-4:] == ["trainer switch", "trainer train", "engines switch", "publisher publish"]
-    assert set(phases.clock.seconds()) == {"switch", "train", "publish", "step"}
+    assert set(phases.clock.seconds()) == {"switch", "train", "publish", "step", "suspended"}
 
 
 def test_a_repeated_publish_brings_the_trainers_weights_back_after_the_engines_have_made_room():
@@ -180,7 +181,7 @@ class Devices:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        for module in (engine_call, engine_group, living_engines):
+        for module in (ray_wait, engine_call, engine_group, living_engines):
             monkeypatch.setattr(module, "ray", Ray)
         monkeypatch.setattr(living_engines, "kill_on_nodes", self._kill)
         self.log: list[str] = []

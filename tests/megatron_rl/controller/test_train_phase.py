@@ -1,9 +1,16 @@
-"""Engines during training: the calls that each policy makes."""
+"""Engines during training: the calls that each policy makes. And the seconds of phases."""
 
+import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
+from megatron_rl.controller import phases as module
+from megatron_rl.controller import suspension
 from megatron_rl.controller.colocation import KeepSampling, PauseEngines
 from megatron_rl.controller.phases import PhaseClock, Phases
+from megatron_rl.controller.suspension import Suspension
+from rollout.patience import LOOK_S
+from tests.support.deadline import DEADLINE_S
 
 
 class Engines:
@@ -73,3 +80,35 @@ def test_engines_on_other_devices_keep_sampling_during_training():
     log = []
     one_step(Phases(PhaseClock(lambda *span: None), policy=KeepSampling(Pool(log))), log)
     assert log == ["rollout", "pool works", "train", "pool stops", "pool works", "publish", "pool stops"]
+
+
+def test_a_step_in_which_the_job_was_stopped_is_as_long_as_without_the_stop(monkeypatch, caplog):
+    """The job is stopped for an hour in the rollout; the thread that looks at the clock has not noticed it yet."""
+    now, spans = [50.0], []
+    monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: now[0], time=lambda: 1e9 + now[0]))
+    clock = PhaseClock(lambda *span: spans.append(span))
+    clock.suspension = Suspension(lambda: now[0])
+    with clock.suspension.watched():
+        clock.begin_step()
+        with clock.phase("engines", "rollout"):
+            now[0] += 4.0
+            clock.suspension.seconds()
+            now[0] += 3600.0 + LOOK_S
+        now[0] += 2.0
+        assert clock.seconds() == {"rollout": 4.0 + LOOK_S, "step": 6.0 + LOOK_S, "suspended": 3600.0}
+        clock.begin_step()
+        assert clock.seconds() == {"step": 0.0, "suspended": 0.0}
+    assert spans == [("engines", "rollout", 1e9 + 50.0, 1e9 + 54.0 + 3600.0 + LOOK_S)], "on the wall clock"
+    assert caplog.messages == ["the controller was stopped for 3600 s, perhaps with the whole job; it goes on"]
+    now[0] += 3600.0  # nobody watches
+    assert clock.seconds()["suspended"] == 0.0
+
+
+def test_a_thread_looks_at_the_clock_in_a_long_phase(monkeypatch):
+    monkeypatch.setattr(suspension, "LOOK_S", 0.001)
+    readings = []
+    with Suspension(lambda: readings.append(0.0) or 0.0).watched():
+        until = time.monotonic() + DEADLINE_S
+        while len(readings) < 5:
+            assert time.monotonic() < until
+            time.sleep(0.001)

@@ -1,12 +1,16 @@
 """Calls of a trainer rank's actor that need no model."""
 
+from datetime import timedelta
 from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_rl.model import parallel
 from megatron_rl.trainer.actor import TrainerActor
+from rollout.patience import NEVER
 from rollout.processes import on_devices
 from rollout.transports.base import GroupChannel
 from rollout.transports.shm_files import segment_path
@@ -18,7 +22,8 @@ def test_a_transport_that_is_opened_again_leaves_no_group_of_processes(monkeypat
     """torch keeps a group, and NCCL its memory, until the group is destroyed."""
     living: list[object] = []
 
-    def new_group(ranks: list[int], backend: str) -> object:
+    def new_group(ranks: list[int], timeout: timedelta, backend: str) -> object:
+        assert timeout == NEVER, "torch's clock goes on while the job is suspended"
         group = SimpleNamespace(ranks=ranks, backend=backend)
         living.append(group)
         return group
@@ -58,6 +63,24 @@ def test_a_rank_whose_slot_has_a_device_refuses_to_train_on_the_cpu(monkeypatch:
     rank._spec = SimpleNamespace(config=SimpleNamespace(parallel=None, timeout_s=1.0, cpu_threads=1), seed=0)
     with pytest.raises(RuntimeError, match=r"trainer rank 2 is placed on GPU 5, which torch .* cannot use"):
         rank.join("127.0.0.1", 1)
+
+
+def test_collectives_have_no_limit_by_a_clock_that_goes_on_while_the_job_is_suspended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    limits = []
+
+    def initialize(*args: object, timeout_s: float, **more: object) -> NoReturn:
+        limits.append(timeout_s)
+        raise RuntimeError("enough")
+
+    monkeypatch.setattr(parallel, "initialize", initialize)
+    rank = TrainerActor.__new__(TrainerActor)
+    rank._rank, rank._world = 0, object()
+    rank._spec = SimpleNamespace(config=SimpleNamespace(parallel=None, timeout_s=1.0, cpu_threads=1), seed=0)
+    with pytest.raises(RuntimeError, match="enough"):
+        rank.join("127.0.0.1", 1)
+    assert limits == [NEVER.total_seconds()]
 
 
 def test_a_rank_that_starts_removes_what_a_killed_one_has_left_in_shared_memory(

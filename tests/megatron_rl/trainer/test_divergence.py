@@ -95,6 +95,7 @@ def test_a_divergence_in_the_reward_is_the_same_under_every_partition(ranks, tmp
     save_model("qwen3", tmp_path)
     single = steps_of(ranks, tmp_path, SINGLE, IN_REWARD)
     assert single[0]["actor/reward_kl_penalty"] == pytest.approx(-SHIFT, rel=1e-4)
+    assert single[0]["actor/reward_kl_bounded"] == 0
     assert single[1]["actor/kl_coef"] < single[0]["actor/kl_coef"]
     names = ("pg_loss", "grad_norm", "entropy", "reward_kl_penalty", "kl_coef", "entropy_coeff")
     for parallel in (DP2, PP2, TP2):

@@ -75,3 +75,39 @@ def test_prepared_columns_have_at_most_the_counted_bytes() -> None:
     held = {tensor.data_ptr(): tensor for tensor in tensors_of(prepared)}
     assert all(len(tensor) == num_tokens for tensor in held.values())
     assert sum(tensor.nbytes for tensor in held.values()) == PREPARED_TOKEN_BYTES * num_tokens
+
+
+def test_a_token_that_the_policy_all_but_excludes_turns_no_advantage_of_another_response() -> None:
+    """Beside k3 of 4.8e8 in one reward, a right response would look worse than wrong ones after the whitening."""
+    import torch
+
+    from megatron_rl.algorithm.columns import Columns
+    from megatron_rl.algorithm.token_advantages import whitened, whitening_sums
+    from megatron_rl.trainer.loaded_batch import load_mini_batch
+    from megatron_rl.trainer.preparation import prepare, token_advantage, with_token_advantages
+
+    algorithm = AlgorithmConfig(
+        group_size=4,
+        prompts_per_step=64,
+        advantage={"name": "discounted_returns", "whiten": False},
+        kl={"place": "reward"},
+    )
+    batch = batch_for(ParallelConfig(), algorithm, groups=64, max_tokens=10_000)
+    (mini,) = batch.of_rank(0).mini_batches
+    (micro,) = load_mini_batch(mini, lambda refs: refs, multiple_of=1, device=torch.device("cpu")).micro_batches
+    old = torch.full((len(micro.packed.targets),), -0.5)
+    reference = old.clone()
+    old[0], reference[0] = -25.0, -1.0
+    before = prepare(micro, old, Columns(tensors={"ref": reference}), algorithm=algorithm)
+    of_tokens = token_advantage(algorithm)
+    assert of_tokens is not None
+    (after,), sums = with_token_advantages([micro], [before], of_tokens, algorithm=algorithm, kl_coefficient=1e-3)
+    assert {name: float(value) for name, value in sums.items()} == {
+        "kl": 10.0,
+        "tokens": len(old),
+        "actor/reward_kl_bounded": 1.0,
+    }
+    advantages = whitened(after.advantages, whitening_sums(after.advantages, micro.loss_mask))
+    rewards = micro.rewards.repeat_interleave(micro.lengths)
+    expected = whitened(rewards, whitening_sums(rewards, micro.loss_mask))
+    torch.testing.assert_close(advantages, expected, rtol=0.0, atol=0.05)

@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 from rollout.config import EngineConfig
+from rollout.engine import weights as weights_module
 from rollout.engine.responses import ResponseLedger
 from rollout.engine.spec import EngineSpec
-from rollout.engine.state import EngineStatus
+from rollout.engine.state import EngineFencedError, EngineStatus
 from rollout.engine.weights import EngineWeights
 from rollout.types import WeightVersion
 from rollout.weights.fingerprint_sums import NUM_GROUPS, Lenience
@@ -173,6 +174,28 @@ def test_an_update_that_was_given_up_ends_before_the_next_begins_and_serves_noth
         assert order == ["expect_weights", "apply_weights", "applied"] * 2
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(RuntimeError("bucket 3: checksum"), "failed: bucket 3: checksum"), (None, "failed: the ranks do not answer")],
+)
+def test_the_fault_of_an_update_names_its_reason(
+    error: RuntimeError | None, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(LateRanks):
+        async def ranks(self, method: str, *args: object) -> list[object]:
+            if method == "apply_weights" and error is not None:
+                raise error
+            return await super().ranks(method, *args)
+
+    config = EngineConfig(update_timeout_s=0.1)
+    spec = EngineSpec(engine_id=0, run_id="run", config=config, directory="", max_model_len=8)
+    late = EngineWeights(spec, Failing(), ResponseLedger(), sync_vllm=nothing, submit_again=nothing)  # type: ignore[arg-type]
+    monkeypatch.setattr(weights_module, "GRACE_S", 0.0)
+    with pytest.raises(EngineFencedError, match=said):
+        asyncio.run(late.update(manifest_of(4)))
+    assert late.status is EngineStatus.FENCED
 
 
 async def until(is_so: Callable[[], bool]) -> None:

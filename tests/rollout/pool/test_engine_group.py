@@ -11,6 +11,7 @@ import ray
 
 from history.drafting.stats import DraftStats
 from megatron_rl.model.engine_model import as_built
+from rollout import ray_wait
 from rollout.engine.state import EngineProgress, EngineState, EngineStatus, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
 from rollout.patience import Patience
@@ -78,7 +79,7 @@ class Engine:
 
 @pytest.fixture(autouse=True)
 def _ray(monkeypatch):
-    for module in (engine_call, engine_group, engine_watch, living_engines):
+    for module in (ray_wait, engine_call, engine_group, engine_watch, living_engines):
         monkeypatch.setattr(module, "ray", Ray)
     Ray.killed, Ray.stored = [], []
 
@@ -253,7 +254,7 @@ def test_an_engine_that_answers_while_the_controller_is_stopped_is_not_late(monk
         return (refs, []) if len(looks) == 3 else ([], refs)
 
     monkeypatch.setattr(Ray, "wait", staticmethod(wait))
-    monkeypatch.setattr(engine_call, "Patience", partial(Patience, clock=lambda: now[0]))
+    monkeypatch.setattr(ray_wait, "Patience", partial(Patience, clock=lambda: now[0]))
     group(1, {}, drain=None).drain(timeout_s=8)
     assert looks == [5.0, 3.0, 5.0]
 

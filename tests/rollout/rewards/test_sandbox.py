@@ -1,11 +1,13 @@
 """Programs in the sandbox: what they may do, and everything that they may not."""
 
 import os
+import platform
 import secrets
 import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -193,13 +195,63 @@ def test_a_machine_without_bubblewrap_is_told_what_to_install(monkeypatch: pytes
 def test_a_machine_whose_bubblewrap_cannot_isolate_is_told_why_and_what_to_permit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
 ) -> None:
-    program = tmp_path / "bwrap"
-    program.write_text(f"#!/bin/sh\n{script}\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    fake_bubblewrap(tmp_path, monkeypatch, script)
     problem = sandbox._isolation_problem.__wrapped__()
     assert problem.startswith(f"bubblewrap cannot isolate a program here ({reason}")
     assert "kernel.unprivileged_userns_clone=1" in problem and problem.endswith("or run as root")
+
+
+def test_a_program_that_bubblewrap_does_not_start_is_an_error_and_not_a_wrong_program(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sandbox, "_dropped", lambda: ["/missing"])
+    with pytest.raises(OSError, match=r"bwrap: execvp /missing: No such file .*; the program has not run to its end"):
+        run_program("print(1)")
+
+
+@pytest.mark.parametrize("end", ["exit 1", "kill -9 $$"])
+def test_the_end_of_bubblewrap_itself_is_no_end_of_a_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    fake_bubblewrap(tmp_path, monkeypatch, f'echo "bwrap: Can\'t fork for pid 1" >&2; {end}')
+    with pytest.raises(OSError, match="Can't fork for pid 1; the program has not run to its end"):
+        run_program("print(1)")
+
+
+def test_a_limit_that_cannot_be_set_is_an_error_and_not_a_wrong_program() -> None:
+    source = """
+import resource
+from rollout.rewards.sandbox import run_program
+resource.setrlimit(resource.RLIMIT_NOFILE, (60, 60))  # a program gets 64
+try:
+    print(run_program("print(1)"))
+except OSError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("prlimit: failed to set the NOFILE resource limit")
+
+
+@pytest.mark.parametrize("code", [1, 126, 127])
+def test_a_program_cannot_pretend_that_it_has_not_run(code: int) -> None:
+    source = f"import os, sys\nprint('prlimit: failed', file=sys.stderr, flush=True)\nos._exit({code})"
+    outcome = run_program(source)
+    assert (outcome.ending, outcome.code, outcome.output) == (Ending.EXITED, code, "")
+
+
+def test_the_limit_of_the_output_is_that_of_the_program_alone() -> None:
+    limits = Limits(output_bytes=5, wall_s=60)
+    assert output("print('\\nabc')", limits=limits) == "\nabc\n"
+    outcome = run_program("print('abcde')", limits=limits)
+    assert (outcome.ending, outcome.output) == (Ending.OUTPUT, "abcde")
+
+
+def test_a_machine_on_which_a_program_can_start_no_thread_is_told_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on kernels that count other processes of the user, too."""
+    monkeypatch.setattr(sandbox, "Limits", partial(Limits, num_processes=1))
+    problem = sandbox._isolation_problem.__wrapped__()
+    assert problem.startswith("an isolated program can start no thread here, at a limit of 1 processes and threads")
+    assert "RLIMIT_NPROC" in problem and "Kernels before 5.14" in problem and platform.release() in problem
 
 
 def test_a_program_is_not_late_by_time_in_which_the_whole_job_was_stopped() -> None:
@@ -226,6 +278,13 @@ from rollout.rewards.sandbox import Limits, run_program
 outcome = run_program("import time; time.sleep(3.0)", limits=Limits(wall_s=8.0))
 print(outcome.ending, outcome.code)
 """
+
+
+def fake_bubblewrap(folder: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
+    program = folder / "bwrap"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
 
 
 def family(pid: int) -> list[psutil.Process]:

@@ -20,8 +20,10 @@ import pytest
 import torch
 
 from rollout.transports import shm_files as files
+from rollout.transports import streaming
 from rollout.transports.base import GroupChannel, Inbox, StoreAddress, chain, side_by_side
 from rollout.transports.colocated import ColocatedInbox, ColocatedSender, ShmRegion, map_shm
+from rollout.transports.deadline import Deadline
 from rollout.transports.delta import HEADER
 from rollout.transports.prefetch import Prefetch
 from rollout.transports.rendezvous import join
@@ -382,6 +384,26 @@ def test_a_trainer_rank_that_sends_nothing_is_named():
     with pytest.raises(RuntimeError, match=r"engine rank 0 waited in vain .* trainer rank 6 to send bucket"):
         receive(inbox, publish, timeout_s=2)
     sender.join()
+
+
+def test_a_stop_of_the_job_in_a_publish_blames_neither_engine_nor_trainer(monkeypatch):
+    """All processes are stopped together, so their peers have not sent meanwhile, either."""
+    stopped = [0.0]
+    monkeypatch.setattr(streaming, "Deadline", partial(Deadline, clock=lambda: time.monotonic() + stopped[0]))
+    senders, (inbox,), _store = connect(1, 20)
+    publish = publish_of_ranks_4_and_6(0)
+
+    def send(sender, rank):
+        time.sleep(0.5)
+        stopped[0] = 3600.0
+        time.sleep(1.0)
+        publish.send(sender, rank)
+        return sender.fault
+
+    found, *faults = in_threads(
+        lambda: receive(inbox, publish), lambda: send(senders[0], 4), lambda: send(senders[1], 6)
+    )
+    assert equal(found, tensors()) and faults == ["", ""]
 
 
 def test_an_engine_that_receives_nothing_is_named_and_detached():

@@ -21,8 +21,8 @@ _LINKERS = {"_init", "_fini"}
 """Symbols that the linker adds itself."""
 NVIDIA_SMI = """#!/bin/sh
 query=$(echo "$*" | grep -o 'query-gpu=[a-z._]*' | cut -d= -f2)
-for number in $(seq 1 "${FAKE_GPUS:-8}"); do
-  case $query in name) echo "NVIDIA H100 80GB HBM3";; memory.total) echo 81559;; compute_cap) echo 9.0;; esac
+for number in $(seq 0 $((${FAKE_GPUS:-8} - 1))); do
+  case $query in name) echo "NVIDIA H100 80GB HBM3";; index) echo "$number, GPU-$number, 81559, [N/A], 9.0";; esac
 done
 """
 
