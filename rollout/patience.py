@@ -53,15 +53,16 @@ class Patience:
 class AwakeClock:
     """Seconds of this process without those in which it was stopped.
 
-    It has to be read every `READ_EVERY_S`. A pause between two readings that is longer than `PAUSE_S` was a stop, and
-    counts as `READ_EVERY_S`.
+    It has to be read every `READ_EVERY_S`, or at least once in `pause_s`. A longer pause between readings was a stop,
+    and counts as `READ_EVERY_S`.
     """
 
     READ_EVERY_S = 0.25
     PAUSE_S = 2.0
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, *, pause_s: float = PAUSE_S) -> None:
         self._clock = clock
+        self._pause_s = pause_s
         self._read_s = clock()
         self._awake_s = 0.0
 
@@ -69,7 +70,7 @@ class AwakeClock:
         """Seconds since the clock was made; mutates."""
         now = self._clock()
         passed_s = now - self._read_s
-        self._awake_s += passed_s if passed_s <= self.PAUSE_S else self.READ_EVERY_S
+        self._awake_s += passed_s if passed_s <= self._pause_s else self.READ_EVERY_S
         self._read_s = now
         return self._awake_s
 

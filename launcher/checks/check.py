@@ -79,7 +79,7 @@ def check_run(
             process is a part has this Python.
     """
     problems = [*found, *run_combinations(config), *folder_problems("run_dir", config.run_dir)]
-    problems += deadline_problems(config.trainer, nodes[0])
+    problems += _gpu_problems(nodes) + deadline_problems(config.trainer, nodes[0])
     argument_problems, argument_warnings = run_arguments(config)
     problems += argument_problems
     num_prompts, found_in_files = training_files(config.data, groups_per_step=config.algorithm.max_groups)
@@ -137,7 +137,7 @@ def check_sft(config: SftConfig, nodes: Sequence[NodeResources], found: Sequence
     `found` as in `check_run`.
     """
     node = nodes[0]
-    problems = [*found, *sft_file("data.path", config.data.path)]
+    problems = [*found, *_gpu_problems(nodes), *sft_file("data.path", config.data.path)]
     spec = _model(config.model, problems)
     if spec is None:
         raise ConfigError(listing("configuration", problems))
@@ -155,6 +155,10 @@ def check_sft(config: SftConfig, nodes: Sequence[NodeResources], found: Sequence
     return CheckedSft(
         config=config, spec=spec, ranks=ranks, nodes=tuple(nodes), memory=memory, warnings=tuple(warnings)
     )
+
+
+def _gpu_problems(nodes: Sequence[NodeResources]) -> list[str]:
+    return [f"{node.name or 'this machine'}: {node.gpu_problem}" for node in nodes if node.gpu_problem]
 
 
 def check_model(path: str) -> ModelSpec:

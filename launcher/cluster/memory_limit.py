@@ -4,6 +4,7 @@ And the processes of this process's group that the kernel has ended for lack of 
 """
 
 import contextlib
+import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
@@ -66,7 +67,9 @@ def memory_kills(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/
     for top, path, files in _memory_groups(own, root):
         for group in (top / _of_job(path), top):
             if (group / files.kills).exists() and not (group / _OF_ALL).exists():
-                return sum(map(_kills, group.rglob(files.kills) if files is _V1 else [group / files.kills]))
+                # `os.walk` passes by a group that ends meanwhile
+                groups = (folder for folder, *_ in os.walk(group)) if files is _V1 else [group]
+                return sum(_kills(Path(each) / files.kills) for each in groups)
     return 0
 
 

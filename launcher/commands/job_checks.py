@@ -17,7 +17,7 @@ from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
 from launcher.errors import RunInUseError
 from launcher.run_dir.atomic_files import append_line, drop_torn_line, replace_text
-from launcher.run_dir.directory import RunLock
+from launcher.run_dir.directory import WATCH_S, RunLock
 from rollout.failures import DeadlineError
 from rollout.patience import AwakeClock
 
@@ -60,7 +60,7 @@ def refuse_in_use(run_dir: Path, *, timeout_s: float) -> None:
         RunInUseError: another process has the run directory's lock; names the process.
         RunDirectoryError: the file system has no locks.
     """
-    clock, is_first = AwakeClock(), True
+    clock, is_first = AwakeClock(pause_s=2 * WATCH_S), True  # a try may watch another node's run
     while run_dir.is_dir():
         try:
             RunLock(run_dir / "LOCK").release()

@@ -42,9 +42,10 @@ class WandbConfig(Config):
 
     @field_validator("project")
     @classmethod
-    def _is_a_name_of_wandb(cls, value: str) -> str:
+    def _is_a_name_of_wandb(cls, value: str, info: ValidationInfo) -> str:
         """Refuses early what wandb itself refuses when the run starts."""
-        if wrong := sorted(set(value) & set(_NOT_IN_PROJECTS)):
+        wrong = sorted(set(value) & set(_NOT_IN_PROJECTS))
+        if wrong and info.data.get("mode") != "disabled":
             problem = (
                 f"the name of a project holds no {' '.join(wrong)}; name the project alone, and its entity (team or "
                 "user) by the variable WANDB_ENTITY, which a SLURM job receives by `cluster.slurm.environment`"

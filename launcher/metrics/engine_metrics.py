@@ -173,7 +173,7 @@ _SPEED: tuple[Row, ...] = (
         "timing_s/suspended",
         "seconds",
         "sum",
-        "The job was stopped during the step, as by SLURM. `timing_s/step` and its phases leave them out.",
+        "The job was stopped since the row before, as by SLURM. `timing_s/step` and its phases leave them out.",
         "",
     ),
     ("timing_s/rollout", "seconds", "sum", "The controller waits for scored groups.", ""),

@@ -11,7 +11,6 @@ The controller never holds tokens, only handles (`ScoredGroup.columns`), and nev
 """
 
 import logging
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -194,14 +193,14 @@ class Controller:
                 groups = self.pool.take_batch(step, progress=self._progress("rollout"), refill=refill)
         except RolloutInterruptedError:
             self._stop(step)
-        self._refill_s = 0.0 if self._refilled_at is None else time.perf_counter() - self._refilled_at
+        self._refill_s = 0.0 if self._refilled_at is None else self.phases.clock.awake_s() - self._refilled_at
         return groups
 
     def _refill(self, step: int) -> None:
         """Admit more groups if those in the pool cannot fill the batch."""
         due = self.planner.refill(step, self.pool.loads())
         if due is not None:
-            self._refilled_at = self._refilled_at or time.perf_counter()
+            self._refilled_at = self._refilled_at or self.phases.clock.awake_s()
             self._admit(due)
 
     def _admit_due(self, step: int) -> None:

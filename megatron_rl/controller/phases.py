@@ -50,7 +50,7 @@ class TrainPhasePolicy(Protocol):
 
 
 class PhaseClock:
-    """Seconds of a step's phases; every phase is recorded as a span. All methods but `seconds` mutate."""
+    """Seconds of a step's phases; every phase is recorded as a span. All methods mutate."""
 
     def __init__(self, record_span: RecordSpan, begin_phase: BeginPhase | None = None) -> None:
         self._record_span = record_span
@@ -58,6 +58,9 @@ class PhaseClock:
         self._seconds: dict[str, float] = {}
         self._step_started = time.perf_counter()
         self._stopped_before_s = 0.0
+        """All stops before this step."""
+        self._reported_s = self._seen_s = 0.0
+        """All stops that the rows before this step have, and those that the newest row has."""
         self.suspension = Suspension()
 
     def begin_step(self) -> None:
@@ -65,11 +68,21 @@ class PhaseClock:
         self._seconds = {}
         self._step_started = time.perf_counter()
         self._stopped_before_s = self.suspension.seconds()
+        self._reported_s = self._seen_s
+
+    def awake_s(self) -> float:
+        """A clock without the time for which this job was stopped."""
+        return time.perf_counter() - self.suspension.seconds()
 
     def seconds(self) -> dict[str, float]:
-        """Seconds by phase since `begin_step`, `step` for all of it, and `suspended`, which is part of no other."""
-        stopped_s = self.suspension.seconds() - self._stopped_before_s
-        return {**self._seconds, "step": time.perf_counter() - self._step_started - stopped_s, "suspended": stopped_s}
+        """Seconds by phase since `begin_step`, and `step` for all of it; mutates.
+
+        `suspended` is part of no other, and holds the stops since the row before: also those in an evaluation or a
+        checkpoint between the steps.
+        """
+        self._seen_s = self.suspension.seconds()
+        step_s = time.perf_counter() - self._step_started - (self._seen_s - self._stopped_before_s)
+        return {**self._seconds, "step": step_s, "suspended": self._seen_s - self._reported_s}
 
     @contextmanager
     def phase(self, actor: str, activity: str) -> Iterator[None]:

@@ -19,6 +19,7 @@ from vllm.platforms import current_platform
 
 from rollout.config import EngineConfig, Format
 from rollout.engine.spec import DraftSpec, EngineSpec
+from rollout.patience import NEVER
 from rollout.weights.format import FP8_BLOCK
 from rollout.worker.receiver import BACKEND
 
@@ -247,6 +248,10 @@ def engine_arguments(spec: EngineSpec, bf16_modules: Sequence[str] = ()) -> Asyn
         arguments.max_num_batched_tokens = most
         if spec.drafts is not None and not config.vllm.get("enforce_eager"):
             arguments.cudagraph_capture_sizes = graph_sizes(config, spec.drafts.max_draft_tokens)
+    if config.tensor_parallel > 1:  # torch's clock goes on while a job is suspended (decision 62)
+        for limit in ("distributed_timeout_seconds", "cpu_distributed_timeout_seconds"):
+            if hasattr(arguments, limit):  # some versions of vLLM lack the second
+                setattr(arguments, limit, int(NEVER.total_seconds()))
     for key, value in config.vllm.items():
         setattr(arguments, key, value)
     return arguments

@@ -3,8 +3,7 @@
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 from rollout.patience import AwakeClock
 
@@ -20,7 +19,6 @@ class Deadline:
         self._limit_s = limit_s
         self._clock = AwakeClock(clock)
         self._lock = threading.Lock()
-        self._interrupts: list[Callable[[], None]] = []
         threading.Thread(target=_watch, args=(weakref.ref(self),), name="deadline", daemon=True).start()
 
     def is_over(self) -> bool:
@@ -28,34 +26,8 @@ class Deadline:
         with self._lock:
             return self._clock() >= self._limit_s
 
-    @contextmanager
-    def interrupting(self, interrupt: Callable[[], None]) -> Iterator[bool]:
-        """Call `interrupt` in another thread if the limit passes during the body.
-
-        The value is False if the limit has passed before; then nothing interrupts the body.
-        """
-        with self._lock:
-            may_wait = self._clock() < self._limit_s
-            if may_wait:
-                self._interrupts.append(interrupt)
-        try:
-            yield may_wait
-        finally:
-            with self._lock:
-                if may_wait:
-                    self._interrupts.remove(interrupt)
-
-    def _look(self) -> bool:
-        """Whether the limit has passed; all bodies are interrupted then."""
-        with self._lock:
-            if self._clock() < self._limit_s:
-                return False
-            for interrupt in self._interrupts:
-                interrupt()
-            return True
-
 
 def _watch(held: "weakref.ref[Deadline]") -> None:
-    while (deadline := held()) is not None and not deadline._look():
+    while (deadline := held()) is not None and not deadline.is_over():
         del deadline
         time.sleep(AwakeClock.READ_EVERY_S)

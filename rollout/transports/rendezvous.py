@@ -4,7 +4,8 @@ Groups are bare `ProcessGroupGloo` and `ProcessGroupNCCL` objects over their own
 Megatron and vLLM. All differences between the two backends are in this file:
 
 * gloo cannot be polled, and closes all connections of a group when the limit of one wait has passed. Its clock goes on
-  while this process is stopped. So its waits have no limit, and the thread of a `Deadline` ends them (`_close`).
+  while this process is stopped. So its waits have no limit, and run in threads of their own, which a missed deadline
+  leaves behind: closing the connections does not end the wait for a payload of which a part has come.
 * NCCL transfers are polled, and the group is aborted (`leave`) after a missed deadline, or after an error such as the
   death of a peer.
 * torch has a watchdog for each NCCL group. It would end this process because a peer has died. So groups of transports
@@ -15,11 +16,11 @@ Megatron and vLLM. All differences between the two backends are in this file:
 """
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Protocol, cast
 from weakref import WeakKeyDictionary
 
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from rollout.failures import DeadlineError, brief
-from rollout.patience import NEVER
+from rollout.patience import NEVER, AwakeClock
 from rollout.transports.base import Backend, GroupChannel
 from rollout.transports.deadline import Deadline
 from rollout.transports.secret_store import SecretStore
@@ -198,21 +199,37 @@ def done(work: dist.Work | None, group: Group, deadline: Deadline, backend: Back
     """Wait for a transfer of `group` until the deadline; returns whether it succeeded."""
     if work is None:
         return False
+    if backend == "gloo":
+        return _waited(work, group, deadline)
     try:
-        if backend == "gloo":
-            with deadline.interrupting(partial(_close, group)) as may_wait:
-                return bool(work.wait(NEVER if may_wait else _AT_ONCE))
         while not work.is_completed():
             if deadline.is_over():
                 return False
             time.sleep(POLL_S)
         return bool(work.wait())  # already complete: raises if it failed
-    except RuntimeError:  # gloo raises it at a missed deadline, both backends if the peer has ended
+    except RuntimeError:  # the peer has ended
         return False
 
 
+def _waited(work: dist.Work, group: Group, deadline: Deadline) -> bool:
+    """`done` for gloo."""
+    has_ended, succeeded = threading.Event(), list[bool]()
+
+    def wait() -> None:
+        with suppress(RuntimeError):  # the peer has ended, or `_close`
+            succeeded.append(bool(work.wait(NEVER)))
+        has_ended.set()
+
+    threading.Thread(target=wait, name="gloo wait", daemon=True).start()
+    while not has_ended.wait(AwakeClock.READ_EVERY_S):
+        if deadline.is_over():
+            _close(group)
+            return False
+    return succeeded == [True]
+
+
 def _close(group: Group) -> None:
-    """Close all connections of a gloo group, so that waits of other threads end with an error.
+    """Close all connections of a gloo group, so that late peers write no more into its tensors.
 
     A wait whose limit passes does it. It has to be for bytes that nobody sends: a wait for the transfer itself might
     take its completion from the thread that waits for it.

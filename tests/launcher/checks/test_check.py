@@ -314,6 +314,11 @@ def test_impossible_combinations_are_refused_naming_both_values(
     assert len(text.splitlines()) < 24
 
 
+def test_parts_of_gpus_are_refused_where_a_run_would_use_them(write_config: Write, node: NodeResources) -> None:
+    part = replace(node, name="gpu-01", gpu_problem="CUDA_VISIBLE_DEVICES = MIG-1: MIG-1 is a part of a GPU")
+    assert "gpu-01: CUDA_VISIBLE_DEVICES = MIG-1" in refusal(write_config(""), part)
+
+
 def test_all_problems_are_reported_at_once(write_config: Write, node: NodeResources) -> None:
     text = refusal(
         write_config(""), node, "sampling.top_p=0.9", "trainer.parallel.tensor=3", "data.train.0.path=x.jsonl"

@@ -1,5 +1,7 @@
 """Limit and kills of a SLURM job stand above the group of its processes, in both versions of control groups."""
 
+import os
+import shutil
 import sys
 from pathlib import Path
 
@@ -107,3 +109,22 @@ def test_kills_of_a_machine_without_groups_are_not_counted(tmp_path: Path) -> No
     write(tmp_path / "memory", oom_control=OTHERS)
     (tmp_path / "memory" / "release_agent").touch()
     assert memory_kills(own, tmp_path) == 0
+
+
+def test_a_step_that_ends_meanwhile_ends_no_run(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own.write_text("4:memory:/slurm/uid_5/job_7/step_0\n")
+    job = tmp_path / "memory" / "slurm" / "uid_5" / "job_7"
+    for step in ("step_0", "step_1"):
+        write(job / step, oom_control="oom_kill_disable 0\noom_kill 1")
+    write(job, oom_control="oom_kill 1")
+    islink = os.path.islink
+
+    def ends(path: str) -> bool:
+        """`os.walk` asks before it goes into a folder that it has listed."""
+        if path.endswith("step_1"):
+            shutil.rmtree(path)
+        return islink(path)
+
+    monkeypatch.setattr(os.path, "islink", ends)
+    assert memory_kills(own, tmp_path) == 2
+    assert not (job / "step_1").exists()

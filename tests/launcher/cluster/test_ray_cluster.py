@@ -143,25 +143,51 @@ def test_no_other_user_reaches_the_sockets_of_a_local_ray(running: Processes) ->
     assert len(os.fsencode(session / "sockets" / "plasma_store")) <= 107
 
 
-@pytest.mark.parametrize("name", ["missing", "long" * 20, "file", ""], ids=["missing", "long", "file", "planted"])
+@pytest.mark.parametrize("name", ["long" * 20, "file", ""], ids=["long", "file", "planted"])
 def test_a_folder_that_cannot_hold_rays_sockets_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as base:
-        folder = Path(base, name)
+        Path(base).chmod(0o755)
         Path(base, "file").touch()
-        planted = Path(base, f"mrl-ray-{os.geteuid()}")
+        planted = Path(base, f"mrl-{os.geteuid()}")
         planted.mkdir()
         planted.chmod(0o777)
-        monkeypatch.setenv("RAY_TMPDIR", str(folder))
+        monkeypatch.setenv("RAY_TMPDIR", str(Path(base, name)))
         monkeypatch.setattr(ray_cluster, "_init", lambda **_: pytest.fail("Ray would start"))
         monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
-        with pytest.raises(ConfigError, match=r"(?s)sockets.*set the environment variable RAY_TMPDIR"):
+        with pytest.raises(ConfigError, match=r"(?s)sockets.*Set the environment variable RAY_TMPDIR"):
             start_ray(ClusterConfig(), num_actors=1)
 
 
-def test_a_local_ray_ignores_the_folder_of_a_job_that_may_vanish(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rays_sockets_are_where_the_environment_asks_for_temporary_files(
+    monkeypatch: pytest.MonkeyPatch, short_folder: Path
+) -> None:
+    user = os.geteuid()
+    of_job, of_ray = short_folder / "job", short_folder / "a" / "ray"
+    of_job.mkdir(mode=0o755)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    monkeypatch.setenv("TMPDIR", "/missing/" + "long" * 30)
-    assert ray_cluster._local_folder() == Path(f"/tmp/mrl-ray-{os.geteuid()}/ray")
+    monkeypatch.setenv("TMPDIR", str(of_job))
+    assert ray_cluster._local_folder() == of_job / f"mrl-{user}" / ".mrl"
+    monkeypatch.setenv("RAY_TMPDIR", str(of_ray))
+    for _ in range(2):  # it is made, and is private then
+        assert ray_cluster._local_folder() == of_ray / ".mrl"
+    assert of_ray.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("name", ["missing", "long" * 30, "file"])
+def test_a_temporary_folder_of_a_job_that_cannot_hold_rays_sockets_is_passed_by(
+    monkeypatch: pytest.MonkeyPatch, short_folder: Path, name: str
+) -> None:
+    (short_folder / "file").touch()
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    monkeypatch.setenv("TMPDIR", str(short_folder / name))
+    assert ray_cluster._local_folder() == Path(f"/tmp/mrl-{os.geteuid()}/.mrl")
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Other temporary folders of tests have names that are too long for sockets."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="t") as folder:
+        yield Path(folder)
 
 
 @pytest.fixture
@@ -183,11 +209,11 @@ def raylets(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., str]]:
 
 
 def test_auto_means_the_one_cluster_that_this_user_has_started(raylets: Callable[..., str]) -> None:
-    raylets(1, temp_dir=f"/tmp/mrl-ray-{os.getuid()}/ray")
-    raylets(2, temp_dir="/tmp/mrl-77-0-ab/ray")
+    raylets(1, temp_dir=f"/tmp/mrl-{os.getuid()}/.mrl")
+    raylets(2, temp_dir="/tmp/mrl-77-0-ab_01xyz/ray")
     with pytest.raises(ConfigError, match=r"`cluster\.address=auto` finds no Ray of yours here\. Name the address"):
         ray_cluster.own_cluster()
-    own = raylets(3)
+    own = raylets(3, temp_dir="/scratch/mrl-team/ray")
     assert ray_cluster.own_cluster() == own == raylets(3), "two nodes of a cluster"
     raylets(4)
     with pytest.raises(ConfigError, match=r"several clusters .*: 127\.0\.0\.1:3, 127\.0\.0\.1:4\. Name"):

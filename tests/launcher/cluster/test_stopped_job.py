@@ -15,6 +15,7 @@ from launcher.cluster import alive_nodes, job_folder, pairs
 from launcher.cluster.alive_nodes import AliveNode
 from launcher.cluster.job_folder import Head, JobFolder
 from launcher.commands import job_checks, slurm_job
+from launcher.errors import RunInUseError
 from launcher.run_dir.directory import RunLock
 from rollout import ray_wait, remote_kill
 from rollout.failures import DeadlineError
@@ -79,6 +80,19 @@ def test_a_lock_that_is_released_after_a_stop_was_not_in_use(time: Time, folder:
     time.happens = RunLock(folder.run_dir / "LOCK").release
     job_checks.refuse_in_use(folder.run_dir, timeout_s=LIMIT_S)
     assert len(time.pauses) == 3
+
+
+def test_a_lock_that_watches_a_run_of_another_node_counts_with_all_its_time(
+    time: Time, folder: JobFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def watch(path: Path) -> None:
+        time.now_s += 29.0
+        raise RunInUseError("in use by process 3 on node1")
+
+    monkeypatch.setattr(job_checks, "RunLock", watch)
+    with pytest.raises(RunInUseError):
+        job_checks.refuse_in_use(folder.run_dir, timeout_s=180.0)
+    assert time.now_s - STOP_S == pytest.approx(180.0, abs=60.0)
 
 
 def test_a_head_that_listens_after_a_stop_is_joined(time: Time, folder: JobFolder) -> None:

@@ -513,3 +513,7 @@ def test_disabled_tracking_writes_nothing(tmp_path: Path) -> None:
     assert not tracker.log_step(0, {"reward/mean": 1.0})
     tracker.finish()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_project_that_wandb_would_refuse_is_none_of_a_run_without_wandb() -> None:
+    assert WandbConfig.model_validate({"mode": "disabled", "project": "team/rl"}).project == "team/rl"

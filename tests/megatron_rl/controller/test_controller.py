@@ -1,5 +1,6 @@
 """The controller's loop: the order of its calls, recorded by small hand-written stand-ins."""
 
+import time
 from contextlib import contextmanager, nullcontext
 from threading import Event
 
@@ -86,6 +87,7 @@ def controller(
         engines_sleep=False,
         clock=StandIn(
             begin_step=lambda: None,
+            awake_s=time.perf_counter,
             seconds=lambda: {"rollout": 1.0, "step": 2.0},
             suspension=StandIn(watched=nullcontext),
         ),

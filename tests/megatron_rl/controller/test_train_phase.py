@@ -98,8 +98,17 @@ def test_a_step_in_which_the_job_was_stopped_is_as_long_as_without_the_stop(monk
         assert clock.seconds() == {"rollout": 4.0 + LOOK_S, "step": 6.0 + LOOK_S, "suspended": 3600.0}
         clock.begin_step()
         assert clock.seconds() == {"step": 0.0, "suspended": 0.0}
+        now[0] += 7200.0 + LOOK_S  # in an evaluation
+        clock.begin_step()
+        now[0] += 1.0
+        assert clock.seconds() == {"step": 1.0, "suspended": 7200.0}
+        clock.begin_step()
+        assert clock.seconds() == {"step": 0.0, "suspended": 0.0}
     assert spans == [("engines", "rollout", 1e9 + 50.0, 1e9 + 54.0 + 3600.0 + LOOK_S)], "on the wall clock"
-    assert caplog.messages == ["the controller was stopped for 3600 s, perhaps with the whole job; it goes on"]
+    assert caplog.messages == [
+        f"the controller was stopped for {seconds} s, perhaps with the whole job; it goes on"
+        for seconds in (3600, 7200)
+    ]
     now[0] += 3600.0  # nobody watches
     assert clock.seconds()["suspended"] == 0.0
 

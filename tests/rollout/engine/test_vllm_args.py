@@ -46,7 +46,10 @@ def test_an_engine_starts_with_dummy_weights_and_the_quantised_layout(checkpoint
 
 def test_each_rank_of_a_tensor_parallel_engine_is_a_process(checkpoints) -> None:
     assert arguments(checkpoints).distributed_executor_backend is None
-    assert arguments(checkpoints, tensor_parallel=2).distributed_executor_backend == "mp"
+    several = arguments(checkpoints, tensor_parallel=2)
+    assert several.distributed_executor_backend == "mp"
+    month_s = 30 * 24 * 3600
+    assert (several.distributed_timeout_seconds, several.cpu_distributed_timeout_seconds) == (month_s, month_s)
 
 
 @pytest.mark.parametrize(("capability", "refused"), [(80, True), (86, True), (89, False), (90, False)])

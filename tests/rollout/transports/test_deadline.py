@@ -1,10 +1,17 @@
 """The limit of a publish, over a clock of the test that jumps as after a stop."""
 
+import os
+import subprocess
+import sys
 import threading
 import time
 import weakref
+from pathlib import Path
+
+import pytest
 
 from rollout.transports.deadline import Deadline
+from tests.support.deadline import DEADLINE_S
 
 
 class Clock:
@@ -17,35 +24,57 @@ class Clock:
         return time.monotonic() + self.stopped_s
 
 
-def test_a_wait_is_interrupted_when_the_limit_passes_and_not_before() -> None:
-    interrupted = threading.Event()
-    deadline = Deadline(0.6)
-    with deadline.interrupting(interrupted.set) as may_wait:
-        assert may_wait and not deadline.is_over()
-        assert not interrupted.wait(0.3)
-        assert interrupted.wait(20)
-    assert deadline.is_over()
-    with deadline.interrupting(interrupted.set) as may_wait:
-        assert not may_wait
-
-
 def test_time_in_which_the_process_was_stopped_does_not_count() -> None:
-    clock, interrupted = Clock(), threading.Event()
+    clock = Clock()
     deadline = Deadline(60.0, clock)
-    with deadline.interrupting(interrupted.set):
-        clock.stopped_s = 3600.0
-        assert not interrupted.wait(0.6)
-        assert not deadline.is_over()
+    clock.stopped_s = 3600.0
+    time.sleep(0.6)
+    assert not deadline.is_over()
 
 
-def test_a_wait_that_has_ended_is_not_interrupted() -> None:
-    interrupted = threading.Event()
-    deadline = Deadline(0.3)
-    with deadline.interrupting(interrupted.set):
-        pass
-    while not deadline.is_over():
-        time.sleep(0.05)
-    assert not interrupted.wait(0.4)
+PEERS = """
+import os, signal, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+from rollout.transports.deadline import Deadline
+from rollout.transports.rendezvous import done
+
+path, rank, action, fault = sys.argv[1], int(sys.argv[2]), *sys.argv[3:]
+group = dist.ProcessGroupGloo(dist.FileStore(path, 2), rank, 2, timedelta(seconds=60))
+payload, byte = torch.zeros(256 << 20, dtype=torch.uint8), [torch.zeros(1, dtype=torch.uint8)]
+start = group.send if (action == "send") == (rank == 0) else group.recv
+if rank == 1:
+    group.recv(byte, 0, 7).wait()
+    work = start([payload], 0, 0)
+    time.sleep(0.02)
+    os.kill(os.getpid(), getattr(signal, fault))
+work = start([payload], 1, 0)
+group.send(byte, 1, 7).wait()
+started = time.monotonic()
+print(done(work, group, Deadline(2.0), "gloo"), time.monotonic() - started < 20, flush=True)
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("fault", ["SIGSTOP", "SIGKILL"])
+@pytest.mark.parametrize("action", ["send", "recv"])
+def test_a_wait_for_a_payload_of_which_a_part_has_come_ends_at_the_limit(
+    tmp_path: Path, action: str, fault: str
+) -> None:
+    """Closing the connections ends no such wait of gloo's."""
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, "-c", PEERS, str(tmp_path / "store")]
+    peers = [
+        subprocess.Popen([*line, str(rank), action, fault], env=environment, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        said, _ = peers[0].communicate(timeout=DEADLINE_S)
+        assert said.split() == ["False", "True"]
+    finally:
+        for peer in peers:
+            peer.kill()
+            peer.wait()
 
 
 def test_time_between_two_waits_counts_although_nobody_asks() -> None:
