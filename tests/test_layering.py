@@ -126,13 +126,16 @@ FLOORS = {
             "rollout rollout/weights megatron_rl megatron_rl/model megatron_rl/weights megatron_rl/activations.py"
         ),
     ),
-    "megatron_rl/checkpoints": Floor(imports="history rollout/weights", libraries="torch megatron", loads="*"),
+    "megatron_rl/checkpoints/damage.py": Floor(),
+    "megatron_rl/checkpoints": Floor(
+        imports="history rollout/weights megatron_rl/checkpoints/damage.py", libraries="torch megatron", loads="*"
+    ),
     "megatron_rl/trainer": Floor(
         imports=(
             "rollout rollout/remote_kill.py rollout/node_reader.py rollout/data rollout/weights rollout/transports "
             "megatron_rl "
             "megatron_rl/cpu megatron_rl/quantization megatron_rl/model megatron_rl/algorithm megatron_rl/batching "
-            "megatron_rl/weights megatron_rl/checkpoints"
+            "megatron_rl/weights megatron_rl/checkpoints megatron_rl/checkpoints/damage.py"
         ),
         libraries="torch megatron ray",
         loads="*",
@@ -222,7 +225,7 @@ FLOORS = {
             "history history/index history/lengths history/store history/store/service.py rollout "
             "rollout/data/tokenizer.py rollout/data rollout/planning rollout/weights rollout/pool "
             "rollout/engine megatron_rl megatron_rl/model megatron_rl/algorithm/guard.py megatron_rl/batching "
-            "megatron_rl/weights "
+            "megatron_rl/weights megatron_rl/checkpoints/damage.py "
             "megatron_rl/trainer megatron_rl/controller launcher launcher/config launcher/cluster launcher/recovery "
             "launcher/estimate launcher/checks launcher/checks/health launcher/run_dir "
             "launcher/run_dir/atomic_files.py launcher/endings launcher/report"

@@ -15,6 +15,7 @@ from launcher.cluster.placement import plan_sft
 from launcher.cluster.processes import Processes, processes
 from launcher.cluster.ray_cluster import joined_nodes
 from launcher.commands.specs import trainer_spec
+from launcher.commands.startup import damage_of
 from launcher.config.loading import listing, load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
@@ -25,6 +26,7 @@ from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup
 from megatron_rl.trainer.messages import TrainerSpec
+from rollout.failures import CallError
 from rollout.weights.format import WeightFormat
 
 _PARTIAL = ".megatron-rl-export"
@@ -37,8 +39,8 @@ def export(config: ExportConfig) -> None:
     An export that fails removes what it has written; the next one to the same place does so for one that was killed.
 
     Raises:
-        ConfigError: there is no such checkpoint, the output directory exists, the partition is impossible, the
-            weights do not fit, or this machine has GPUs and packages for CPUs.
+        ConfigError: there is no such checkpoint or it is damaged, the output directory exists, the partition is
+            impossible, the weights do not fit, or this machine has GPUs and packages for CPUs.
         RunDirectoryError: the checkpoint from which the run would resume is gone, or `config.output_dir` lies in the
             directory of a run that goes on.
     """
@@ -57,7 +59,13 @@ def export(config: ExportConfig) -> None:
         """When it ends, so have the processes: nothing is written any more."""
         with processes(cluster, num_actors=len(ranks), log_dir=None, nodes=nodes, placed=placed) as running:
             spec = trainer_spec(run_config, WeightFormat.of(run_config.engine), secrets.token_hex(4))
-            start_policy(running, spec, ranks, str(checkpoint / "trainer")).export(str(partial))
+            try:
+                trainer = start_policy(running, spec, ranks, str(checkpoint / "trainer"))
+            except CallError as error:
+                if (damage := damage_of(error)) is None:
+                    raise
+                raise ConfigError(f"checkpoint {checkpoint} cannot be used: {damage}; {_others(checkpoint)}") from error
+            trainer.export(str(partial))
         mark(partial, int(checkpoint.name))
         _refuse_existing(target)  # somebody may have made it in these minutes
 
@@ -66,6 +74,12 @@ def export(config: ExportConfig) -> None:
             held.callback(RunLock(run_dir / "LOCK").release)
         replace_folder(target, target.with_name(f"{_PARTIAL}.{target.name}"), write)
     print(f"wrote {target} from step {checkpoint.name}")
+
+
+def _others(checkpoint: Path) -> str:
+    """What to export in place of a checkpoint, as the end of an error."""
+    steps = [str(step) for step in Checkpoints(checkpoint.parent).steps() if step != int(checkpoint.name)]
+    return f"name another `step`: {', '.join(steps)}" if steps else "the run holds no other checkpoint"
 
 
 def _refuse_existing(target: Path) -> None:

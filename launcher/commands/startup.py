@@ -1,6 +1,7 @@
 """Starts the processes of a run: text actor, scorers and history with the prompts, then engines and trainer."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from history.store.service import HistoryService
 from launcher.checks.check import CheckedRun
@@ -17,8 +18,10 @@ from launcher.commands.prompts import (
 from launcher.commands.resume_point import ResumePoint
 from launcher.commands.specs import engine_specs, trainer_spec
 from launcher.errors import RunDirectoryError, judging_user_input
+from launcher.run_dir.checkpoints import Checkpoints
 from launcher.run_dir.console import RunProgress
 from megatron_rl.batching.balance import load_kernels
+from megatron_rl.checkpoints.damage import DamagedCheckpointError
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.data.tokenizer import TokenizerSource
 from rollout.engine.spec import EngineSpec
@@ -99,7 +102,7 @@ def start_trainer(checked: CheckedRun, running: Processes, resume: ResumePoint, 
     """Start all trainer ranks, and load the checkpoint if there is one.
 
     Raises:
-        RunDirectoryError: the checkpoint cannot be read, or does not fit the configuration.
+        RunDirectoryError: the checkpoint is damaged, or does not fit the configuration.
     """
     placement = checked.placement
     spec = trainer_spec(checked.config, checked.format, run_id, declines_delta=placement.declines_delta)
@@ -108,10 +111,20 @@ def start_trainer(checked: CheckedRun, running: Processes, resume: ResumePoint, 
         try:
             trainer.load(resume.trainer)
         except CallError as error:
+            if (damage := damage_of(error)) is not None:
+                folder = Path(resume.trainer).parent
+                advice = Checkpoints(folder.parent).instead_of(resume.first_step)
+                raise RunDirectoryError(f"checkpoint {folder} cannot be used: {damage}; {advice}") from error
             if not isinstance(error.__cause__, ValueError):
                 raise
             raise RunDirectoryError(str(error)) from error
     return trainer
+
+
+def damage_of(error: CallError) -> DamagedCheckpointError | None:
+    """The damage that a trainer rank has found in its checkpoint, if that is the error, without Ray's wrapping."""
+    cause = getattr(error.__cause__, "cause", error.__cause__)
+    return cause if isinstance(cause, DamagedCheckpointError) else None
 
 
 def _say_kernels(engines: EngineGroup, progress: RunProgress) -> None:

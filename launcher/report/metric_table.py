@@ -16,6 +16,8 @@ import numpy.typing as npt
 
 from launcher.run_dir.atomic_files import iterate_lines
 
+_MOST_STEPS = 1 << 53
+"""Up to which each step has a number of its own in the table."""
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
@@ -68,8 +70,9 @@ class MetricTable:
 
     @classmethod
     def read(cls, run_dir: Path) -> Self:
-        """The table of a run directory; without rows if it has no metrics."""
-        return cls.of(line.row for line in iterate_lines(run_dir / "metrics.jsonl"))
+        """The table of a run directory; without rows if it has no metrics. A row without a step is damaged."""
+        rows = (line.row for line in iterate_lines(run_dir / "metrics.jsonl"))
+        return cls.of(row if row is not None and _is_step(row.get("step")) else None for row in rows)
 
     def column(self, name: str) -> tuple[Ints, Floats]:
         """Numbers of the rows that hold a metric, and its values."""
@@ -113,6 +116,10 @@ class MetricTable:
             if block.numbers[-1] == self.num_rows - 1:
                 return {name: float(block.values[-1, column]) for name, column in block.index.items()}
         return {}
+
+
+def _is_step(value: object) -> bool:
+    return type(value) is int and value < _MOST_STEPS
 
 
 def _numbers(row: Mapping[str, object]) -> tuple[tuple[str, ...], "array[float]"]:

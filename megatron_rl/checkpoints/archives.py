@@ -7,25 +7,21 @@ go unnoticed.
 
 import errno
 import os
-from pathlib import Path
 from typing import IO, cast
 from zipfile import ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
+from megatron_rl.checkpoints.damage import DamagedCheckpointError
+
 _IS_FOLDER = 0x10
 """Attribute of a folder. torch takes such an entry for empty, and leaves the tensor's memory as it was."""
-
-
-def check_file(file: Path) -> None:
-    """Read a file that is one archive; see `check_archive`."""
-    with file.open("rb") as stream:
-        check_archive(stream, begin=0, size=file.stat().st_size)
 
 
 def check_archive(stream: IO[bytes], *, begin: int, size: int) -> None:
     """Read the archive of `size` bytes that starts at byte `begin` of a file.
 
     Raises:
-        ValueError: the bytes of an entry are not those that were saved, or the archive cannot be read.
+        DamagedCheckpointError: the bytes of an entry are not those that were saved, or the archive has no form.
+        OSError: the file cannot be read now.
     """
     part = _Part(stream, begin, size)
     try:
@@ -33,9 +29,11 @@ def check_archive(stream: IO[bytes], *, begin: int, size: int) -> None:
             strange = (entry.filename for entry in archive.infolist() if not _is_of_torch(entry))
             damaged = next(strange, None) or archive.testzip()
     except (BadZipFile, EOFError, OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{type(error).__name__}: {error}") from error
+        if part.failure is not None:  # which `zipfile` may have taken for damage
+            raise part.failure from None
+        raise DamagedCheckpointError(f"{type(error).__name__}: {error}") from error
     if damaged is not None:
-        raise ValueError(f"the bytes of its entry {damaged} are not those that were saved")
+        raise DamagedCheckpointError(f"the bytes of its entry {damaged} are not those that were saved")
 
 
 def _is_of_torch(entry: ZipInfo) -> bool:
@@ -50,6 +48,8 @@ class _Part:
         self._begin = begin
         self._size = size
         self._at = 0
+        self.failure: OSError | None = None
+        """Of the file."""
 
     def seekable(self) -> bool:
         return True
@@ -66,7 +66,11 @@ class _Part:
 
     def read(self, size: int = -1) -> bytes:
         left = max(self._size - self._at, 0)
-        self._stream.seek(self._begin + self._at)
-        found = self._stream.read(min(size, left) if size >= 0 else left)
+        try:
+            self._stream.seek(self._begin + self._at)
+            found = self._stream.read(min(size, left) if size >= 0 else left)
+        except OSError as error:
+            self.failure = error
+            raise
         self._at += len(found)
         return found

@@ -14,6 +14,7 @@ from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_read
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from megatron_rl.checkpoints.archives import check_archive
+from megatron_rl.checkpoints.damage import DamagedCheckpointError
 
 
 @contextmanager
@@ -45,15 +46,17 @@ class _CheckedReader(CachedMetadataFileSystemReader):
         """The archive of a tensor, as torch is about to read it.
 
         Raises:
-            ValueError: the archive is damaged.
+            DamagedCheckpointError: the archive is damaged.
+            OSError: it cannot be read now.
         """
         place = (sinfo.relative_path, sinfo.offset)
         if place not in self._checked:
             try:
                 check_archive(file, begin=sinfo.offset, size=sinfo.length)
-            except ValueError as error:
+            except DamagedCheckpointError as error:
                 name = next(index.fqn for index, info in self.storage_data.items() if info is sinfo)
-                raise ValueError(f"{sinfo.relative_path} is damaged at the tensor {name} ({error})") from error
+                message = f"{sinfo.relative_path} is damaged at the tensor {name} ({error})"
+                raise DamagedCheckpointError(message) from error
             self._checked.add(place)
         archive: IO[bytes] = super()._slice_file(file, sinfo)
         return archive

@@ -7,10 +7,13 @@ there. It refuses entries that are no tensors. All other entries, and `common.pt
 
 The bytes of `common.pt` are checked by torch's own sums. Those of tensors are checked when they are read
 (`checkpoints.checked_reads`). `.metadata` has no sum.
+
+Each file is read before it is parsed, so that an error of the disk stays what it is: torch and `pickle` tell less.
 """
 
 import pickle
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,12 +21,11 @@ import torch
 from megatron.core.dist_checkpointing.core import maybe_load_config
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
-from megatron_rl.checkpoints.archives import check_file
+from megatron_rl.checkpoints.archives import check_archive
+from megatron_rl.checkpoints.damage import DamagedCheckpointError, may_pass
 
 COMMON, METADATA_FILE, COMPLETE_FILE = "common.pt", ".metadata", "metadata.json"
 """Plain values, places of tensors, and what Megatron writes last: the names of its formats."""
-ADVICE = "use an earlier checkpoint: remove this one, and write the step of the one before into `checkpoints/latest`"
-"""For a damaged checkpoint, as the end of an error."""
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -55,6 +57,12 @@ _ALLOWED = frozenset(
 _NEVER_READ = ("generators/", "_extra_state/")
 """In the names of objects in checkpoints of older versions, which `load` does not ask for."""
 
+_ERRORS_OF_READING = (
+    *(OSError, EOFError, RuntimeError, ValueError, OverflowError),
+    *(IndexError, KeyError, AttributeError, TypeError),
+)
+"""Of the disk, torch, `json` and `pickle`."""
+
 _Value = TypeVar("_Value")
 
 
@@ -62,16 +70,11 @@ def check_files(path: Path) -> tuple[dict[str, object], frozenset[str]]:
     """Values of the checkpoint that are no tensors, and names of its tensors.
 
     Raises:
-        ValueError: a file is damaged, or could run code if it were loaded.
+        DamagedCheckpointError: a file is missing or damaged, or could run code if it were loaded.
+        OSError: a file cannot be read now.
     """
     _checked(path / COMPLETE_FILE, lambda _: maybe_load_config(str(path)))
     metadata = _checked(path / METADATA_FILE, _read_metadata)
-    for name, entry in metadata.state_dict_metadata.items():
-        if isinstance(entry, BytesStorageMetadata) and not any(known in name for known in _NEVER_READ):
-            raise ValueError(_refusal(path / METADATA_FILE, f"says that `{name}` is an object instead of a tensor"))
-    for info in (metadata.storage_data or {}).values():
-        if Path(info.relative_path).name != info.relative_path:
-            raise ValueError(_refusal(path / METADATA_FILE, f"refers to the file {info.relative_path}"))
     common = _checked(path / COMMON, _read_common)
     return common, frozenset(metadata.state_dict_metadata)
 
@@ -87,16 +90,24 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _read_metadata(file: Path) -> Metadata:
-    with file.open("rb") as stream:
-        metadata = _Unpickler(stream).load()
+    stream = BytesIO(file.read_bytes())
+    metadata = _Unpickler(stream).load()
     if not isinstance(metadata, Metadata):
         raise pickle.UnpicklingError(f"holds a `{type(metadata).__name__}`")
+    for name, entry in metadata.state_dict_metadata.items():
+        if isinstance(entry, BytesStorageMetadata) and not any(known in name for known in _NEVER_READ):
+            raise pickle.UnpicklingError(f"says that `{name}` is an object instead of a tensor")
+    for info in (metadata.storage_data or {}).values():
+        if Path(info.relative_path).name != info.relative_path:
+            raise pickle.UnpicklingError(f"refers to the file {info.relative_path}")
     return metadata
 
 
 def _read_common(file: Path) -> dict[str, object]:
-    check_file(file)
-    common: dict[str, object] = torch.load(file, map_location="cpu", weights_only=True)
+    stream = BytesIO(file.read_bytes())
+    check_archive(stream, begin=0, size=len(stream.getbuffer()))
+    stream.seek(0)
+    common: dict[str, object] = torch.load(stream, map_location="cpu", weights_only=True)
     return common
 
 
@@ -104,9 +115,13 @@ def _checked(file: Path, read: Callable[[Path], _Value]) -> _Value:
     try:
         return read(file)
     except pickle.UnpicklingError as error:
-        raise ValueError(_refusal(file, str(error).strip().partition("\n")[0])) from error
-    except (OSError, EOFError, RuntimeError, ValueError, IndexError, KeyError, AttributeError, TypeError) as error:
-        raise ValueError(f"{file} is damaged ({type(error).__name__}: {error}); {ADVICE}") from error
+        raise DamagedCheckpointError(_refusal(file, str(error).strip().partition("\n")[0])) from error
+    except DamagedCheckpointError as error:
+        raise DamagedCheckpointError(f"{file} is damaged ({error})") from error
+    except _ERRORS_OF_READING as error:
+        if may_pass(error):
+            raise
+        raise DamagedCheckpointError(f"{file} is damaged ({type(error).__name__}: {error})") from error
 
 
 def _refusal(file: Path, what: str) -> str:

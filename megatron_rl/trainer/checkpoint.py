@@ -31,7 +31,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.checkpoints.boxes import METADATA, in_boxes
 from megatron_rl.checkpoints.checked_reads import checked_reads
-from megatron_rl.checkpoints.files import ADVICE, COMPLETE_FILE, check_files
+from megatron_rl.checkpoints.damage import DamagedCheckpointError, may_pass
+from megatron_rl.checkpoints.files import COMPLETE_FILE, check_files
 from megatron_rl.checkpoints.writer import CheckpointWriter
 from megatron_rl.quantization.fp8_parameters import decoded, is_fp8_parameter
 from megatron_rl.trainer.optimizer import LearnedModel, create_moments, follow_configuration, load_state, loadable
@@ -66,9 +67,11 @@ def load(path: Path, model: LearnedModel, *, optimizer_key: str = "trainer.optim
     `optimizer_key` is where the configuration describes the model's optimizer.
 
     Raises:
-        ValueError: the directory holds no checkpoint, its files are damaged or hold objects that may run code, the
-            optimizer was of another kind when saved, or expert parallelism was on when saved and is off now, or the
-            reverse: Megatron keeps a separate optimizer for spread experts.
+        DamagedCheckpointError: its files are damaged or hold objects that may run code.
+        ValueError: the directory holds no checkpoint, the optimizer was of another kind when saved, or expert
+            parallelism was on when saved and is off now, or the reverse: Megatron keeps a separate optimizer for
+            spread experts.
+        OSError: a file cannot be read now.
     """
     if not is_complete(path):
         raise ValueError(f"{path} holds no trainer checkpoint; resume from a directory that a save completed")
@@ -100,7 +103,9 @@ def load_weights(path: Path, policy: GPTModel) -> None:
     """Restore the parameters of a policy that does not learn, under any partition; a collective.
 
     Raises:
-        ValueError: the directory holds no checkpoint, or its files are damaged or hold objects that may run code.
+        DamagedCheckpointError: its files are damaged or hold objects that may run code.
+        ValueError: the directory holds no checkpoint.
+        OSError: a file cannot be read now.
     """
     if not is_complete(path):
         raise ValueError(f"{path} holds no trainer checkpoint; name one that a save completed")
@@ -119,7 +124,10 @@ def _read(state: dict[str, object], path: Path) -> dict[str, dict[str, torch.Ten
     """A sharded state with the tensors of a checkpoint; a collective.
 
     Raises:
-        ValueError: a file cannot be read, or a tensor's bytes are not those that were saved.
+        DamagedCheckpointError: a file is missing, or a tensor's bytes are not those that were saved.
+        ValueError: the tensors do not fit the model.
+        OSError: a file cannot be read now.
+        RuntimeError: memory ran out, or the like.
     """
     try:
         with checked_reads():
@@ -127,14 +135,24 @@ def _read(state: dict[str, object], path: Path) -> dict[str, dict[str, torch.Ten
                 state, str(path), sharded_strategy=("torch_dist", 1)
             )
     except CheckpointException as error:
-        raise ValueError(f"the tensors of {path} cannot be read: {_brief(error)}; {ADVICE}") from error
+        raise _failure(path, error) from error
     return restored
 
 
-def _brief(error: CheckpointException) -> str:
-    """The first rank's error in one line."""
-    rank, (cause, _) = next(iter(error.failures.items()))
-    return f"rank {rank}: {type(cause).__name__}: {str(cause).strip().partition(chr(10))[0]}"
+def _failure(path: Path, error: CheckpointException) -> Exception:
+    """What the errors of the ranks mean together. One that may pass decides: damage is found again."""
+    found = [(rank, cause) for rank, (cause, _) in error.failures.items()]
+    rank, cause = next(((rank, cause) for rank, cause in found if may_pass(cause)), found[0])
+    if isinstance(cause, OSError) and may_pass(cause):
+        told = f"{cause.strerror or cause} while rank {rank} read the tensors of a checkpoint"
+        return OSError(cause.errno, told, cause.filename or str(path))
+    line = str(cause).strip().partition("\n")[0]
+    told = line if isinstance(cause, DamagedCheckpointError) else f"{type(cause).__name__}: {line}"
+    message = f"the tensors of {path} cannot be read: rank {rank}: {told}"
+    if may_pass(cause):
+        return RuntimeError(message)
+    is_damage = isinstance(cause, (DamagedCheckpointError, FileNotFoundError, RuntimeError))
+    return DamagedCheckpointError(message) if is_damage else ValueError(message)
 
 
 def _check_optimizer(path: Path, saved_keys: Set[str], optimizer: MegatronOptimizer, key: str) -> None:
@@ -256,7 +274,8 @@ def load_reference(path: Path, policy: LearnedModel, reference: Reference) -> No
     """Restore the reference; a collective, and possible under another partition.
 
     Raises:
-        ValueError: the files are damaged or hold objects that may run code.
+        DamagedCheckpointError: the files are damaged or hold objects that may run code.
+        OSError: a file cannot be read now.
     """
     check_files(path)
     restored = _read(_sharded_reference(policy, reference), path)

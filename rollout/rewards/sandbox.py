@@ -15,6 +15,7 @@ import json
 import math
 import os
 import platform
+import resource
 import selectors
 import shutil
 import subprocess
@@ -31,6 +32,8 @@ from typing import IO
 from rollout.patience import AwakeClock
 from rollout.rewards.process_tree import cpu_seconds, descendants, kill
 
+STACK_BYTES = 8 << 20
+"""Stack of each thread, whatever the limit of this process. It counts towards `Limits.memory_bytes`."""
 FIRST_USER_ID = 2_000_000
 """User ids of programs that root runs: above those of people and of containers' usual ranges."""
 _SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/ld.so.cache", "/etc/alternatives")
@@ -131,8 +134,7 @@ def _no_thread() -> str:
     return (
         f"an isolated program can start no thread here, at a limit of {limits.num_processes} processes and threads "
         f"(RLIMIT_NPROC). Kernels before 5.14 count all processes of this user towards it, and this one is "
-        f"{platform.release()}: run as root, or take a newer kernel. If it is newer, lower `ulimit -s` below the "
-        f"{limits.memory_bytes >> 20} MiB of a program's memory"
+        f"{platform.release()}: run as root, or take a newer kernel"
     )
 
 
@@ -254,6 +256,7 @@ def _command(arguments: Sequence[str], limits: Limits, *, more: Sequence[str] = 
         "prlimit",
         f"--cpu={limits.cpu_s}:{limits.cpu_s + 1}",
         f"--as={limits.memory_bytes}",
+        f"--stack={_stack_bytes()}:",  # a program may raise it
         f"--nproc={limits.num_processes}",
         f"--fsize={limits.file_bytes}",
         "--core=0",
@@ -276,6 +279,11 @@ def _command(arguments: Sequence[str], limits: Limits, *, more: Sequence[str] = 
         *_BEGIN,
         *(python, "-I", "-B", *arguments),
     ]
+
+
+def _stack_bytes() -> int:
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    return STACK_BYTES if hard == resource.RLIM_INFINITY else min(STACK_BYTES, hard)
 
 
 def _mount(path: str) -> list[str]:

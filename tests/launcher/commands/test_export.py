@@ -15,11 +15,13 @@ from launcher.config.schema import ClusterConfig, ExportConfig, RunConfig
 from launcher.errors import ConfigError, RunDirectoryError
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.exported import exported_step
+from megatron_rl.checkpoints.damage import DamagedCheckpointError
 from megatron_rl.config import ParallelConfig, TrainerConfig
 from megatron_rl.memory import TRAINER_PROCESS_BYTES
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.messages import TrainerSpec
 from megatron_rl.weights.state_sizes import rank_state
+from rollout.failures import CallError
 from tests.launcher.checks.test_formats import QWEN_7B
 
 NODE = NodeResources(cpu_cores=8, available_bytes=16 << 30, gpu_bytes=())
@@ -41,6 +43,8 @@ class Started:
     has_ended: bool = False
     fault: BaseException | None = None
     """Raised after the first file of an export."""
+    damage: Exception | None = None
+    """What a rank finds in the checkpoint."""
 
     @contextmanager
     def processes(
@@ -62,6 +66,8 @@ class Started:
     def start_trainer(self, spec: TrainerSpec, ranks: Sequence[TrainerRank]) -> "Started":
         self.parallel, self.num_ranks = spec.config.parallel, len(ranks)
         self.calls.append(("load", spec.exports))
+        if self.damage is not None:
+            raise CallError("trainer.join failed") from self.damage
         return self
 
     def export(self, path: str) -> None:
@@ -170,6 +176,21 @@ def test_without_a_step_the_checkpoint_is_exported_from_which_the_run_resumes(st
     (checkpoints / "3").rmdir()
     target.rename(run_dir.parent / "second")
     with pytest.raises(RunDirectoryError, match="latest names step 3"):
+        export(run_dir)
+
+
+def test_a_damaged_checkpoint_is_refused_with_what_to_export_instead(started: Started, run_dir: Path) -> None:
+    started.damage = DamagedCheckpointError("common.pt is damaged")
+    with pytest.raises(
+        ConfigError, match=r"3 cannot be used: common\.pt is damaged; the run holds no other checkpoint"
+    ):
+        export(run_dir)
+    for step in (8, 12):
+        (run_dir / "checkpoints" / str(step)).mkdir()
+    with pytest.raises(ConfigError, match=r"12 cannot be used: common\.pt is damaged; name another `step`: 3, 8$"):
+        export(run_dir)
+    started.damage = OSError("Stale file handle")
+    with pytest.raises(CallError, match="join failed"):
         export(run_dir)
 
 

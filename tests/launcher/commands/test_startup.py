@@ -1,5 +1,6 @@
 """What is refused once the prompts are read, before the history, the engines and the trainer start."""
 
+import errno
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -8,16 +9,19 @@ from typing import NoReturn
 
 import numpy as np
 import pytest
+from ray.exceptions import RayTaskError
 
 from launcher.commands import startup
 from launcher.commands.prompts import TrainingPrompts, training_order
 from launcher.commands.resume_point import ResumePoint
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
+from launcher.endings.kinds import Ending, judge
 from launcher.errors import LaunchError, RunDirectoryError
 from launcher.run_dir.console import RunProgress
+from megatron_rl.checkpoints.damage import DamagedCheckpointError
 from rollout.data.prompts import LoadedPrompts
-from rollout.failures import CallError, Place
+from rollout.failures import CallError, Place, brief
 from rollout.types import Prompt, PromptId
 
 
@@ -93,17 +97,53 @@ def test_prompts_that_share_ids_are_refused_as_input(
         startup.read_inputs(checked, running, ResumePoint(), "run", RunProgress(3))
 
 
-@pytest.mark.parametrize(
-    ("cause", "kind"), [(ValueError("a tensor is damaged"), RunDirectoryError), (MemoryError("none left"), CallError)]
-)
-def test_a_damaged_checkpoint_of_the_trainer_is_an_error_of_the_run_directory(
-    monkeypatch: pytest.MonkeyPatch, cause: Exception, kind: type[Exception]
-) -> None:
+def load_that_fails(monkeypatch: pytest.MonkeyPatch, cause: Exception, checkpoint: Path) -> None:
+    """Start a trainer whose ranks cannot load a checkpoint, as Ray tells it."""
+    remote = RayTaskError("load", "the traceback of the rank", cause).as_instanceof_cause()
+
     def load_checkpoint(path: str) -> NoReturn:
-        raise CallError(f"trainer.load failed: {cause}", Place(role="trainer")) from cause
+        raise CallError(f"trainer.load failed: {brief(remote)}", Place(role="trainer")) from remote
 
     monkeypatch.setattr(startup, "trainer_spec", lambda *given, **named: None)
     checked = SimpleNamespace(config=None, format=None, placement=SimpleNamespace(trainers=(), declines_delta=None))
     running = SimpleNamespace(start_trainer=lambda *given: SimpleNamespace(load=load_checkpoint))
-    with pytest.raises(kind, match=f"trainer.load failed: {cause}"):
-        startup.start_trainer(checked, running, ResumePoint(first_step=1, trainer="checkpoints/1/trainer"), "run")
+    resume = ResumePoint(first_step=int(checkpoint.name), trainer=str(checkpoint / "trainer"))
+    startup.start_trainer(checked, running, resume, "run")
+
+
+@pytest.mark.parametrize("earlier", [[], [10]])
+def test_a_damaged_checkpoint_of_the_trainer_is_an_error_of_the_run_directory_with_the_fix(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, earlier: list[int]
+) -> None:
+    for step in (*earlier, 20):
+        (tmp_path / str(step)).mkdir()
+    advice = "remove that folder and write 10 into" if earlier else "no checkpoint before it is left"
+    said = rf"^checkpoint {tmp_path}/20 cannot be used: common\.pt is damaged; {advice}"
+    with pytest.raises(RunDirectoryError, match=said):
+        load_that_fails(monkeypatch, DamagedCheckpointError("common.pt is damaged"), tmp_path / "20")
+
+
+def test_a_checkpoint_of_another_configuration_is_an_error_of_the_run_directory(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with pytest.raises(RunDirectoryError, match=r"it was saved with bf16$"):
+        load_that_fails(monkeypatch, ValueError("it was saved with bf16"), tmp_path / "20")
+
+
+@pytest.mark.parametrize(
+    ("cause", "ending"),
+    [
+        (OSError(errno.ESTALE, "Stale file handle", "common.pt"), Ending.UNWRITABLE),
+        (OSError(errno.EIO, "Input/output error", "common.pt"), Ending.UNWRITABLE),
+        (PermissionError(errno.EACCES, "Permission denied", "common.pt"), Ending.NOT_PERMITTED),
+        (TimeoutError(errno.ETIMEDOUT, "Connection timed out", "common.pt"), Ending.DEFECT),
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), Ending.OUT_OF_MEMORY),
+        (MemoryError("none left"), Ending.OUT_OF_MEMORY),
+    ],
+)
+def test_an_error_of_a_load_that_may_pass_does_not_blame_the_checkpoint(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, cause: Exception, ending: Ending
+) -> None:
+    with pytest.raises(CallError) as caught:
+        load_that_fails(monkeypatch, cause, tmp_path / "20")
+    assert judge(caught.value).ending is ending

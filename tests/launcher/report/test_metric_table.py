@@ -4,6 +4,7 @@ import json
 import math
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -37,3 +38,11 @@ def test_a_line_that_is_being_written_is_left_out(tmp_path: Path) -> None:
     assert table.num_rows == 2 and table.filled("step").tolist() == [0, 1]
     assert math.isnan(table.values("a")[1]), "what was recorded is not hidden"
     assert MetricTable.read(tmp_path / "missing").num_rows == 0
+
+
+@pytest.mark.parametrize("step", ["NaN", "Infinity", "1e30", "1.5", "true", '"1"', "null", "1" + "0" * 400])
+def test_a_row_without_a_step_is_a_damaged_line(tmp_path: Path, step: str) -> None:
+    lines = ['{"step": 0, "a": 1.5}', f'{{"step": {step}, "a": 2.5}}', '{"a": 3.5}']
+    (tmp_path / "metrics.jsonl").write_text("".join(f"{line}\n" for line in lines))
+    table = MetricTable.read(tmp_path)
+    assert (table.num_rows, table.num_damaged, table.values("a").tolist()) == (1, 2, [1.5])

@@ -167,6 +167,16 @@ def test_the_report_and_the_dashboard_show_the_rest_of_a_damaged_run(tmp_path: P
     assert "run: 1 line(s) of metrics.jsonl are damaged and left out." in dashboard
 
 
+def test_the_report_and_the_dashboard_leave_out_a_row_whose_step_is_no_number(tmp_path: Path) -> None:
+    with RunDirectory(tmp_path / "run") as run:
+        run.append_metrics(0, {"timing_s/step": 1.0, "reward/mean": 0.5}, ended_s=time.time())
+    with (tmp_path / "run" / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": NaN, "time_s": 1.0, "reward/mean": 0.5}\n')
+    said = "1 line(s) of metrics.jsonl are damaged and left out."
+    assert said in write_report(tmp_path / "run").read_text()
+    assert said in write_dashboard([tmp_path / "run"], tmp_path / "page.html").read_text()
+
+
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_status_with_a_number_that_is_none_is_shown(tmp_path: Path, value: float) -> None:
     StatusFile(run_dir=tmp_path, num_steps=9).phase("engines", "rollout")

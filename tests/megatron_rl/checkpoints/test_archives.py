@@ -1,5 +1,6 @@
 """Damaged bytes of saved tensors are found, wherever they lie."""
 
+import errno
 import io
 from zipfile import ZipFile
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.checkpoints.archives import check_archive
+from megatron_rl.checkpoints.damage import DamagedCheckpointError
 
 TENSOR = torch.arange(60, dtype=torch.bfloat16).view(5, 12)
 BEFORE, AFTER = b"q" * 77, b"PK\x05\x06" * 30
@@ -24,7 +26,7 @@ def is_refused(archive):
     stream = io.BytesIO(BEFORE + archive + AFTER)
     try:
         check_archive(stream, begin=len(BEFORE), size=len(archive))
-    except ValueError:
+    except DamagedCheckpointError:
         return True
     return False
 
@@ -74,5 +76,28 @@ def test_a_tensor_that_a_flip_has_made_a_folder_is_refused():
 def test_an_archive_whose_end_is_missing_is_refused(kept):
     archive = saved(TENSOR)
     stream = io.BytesIO(BEFORE + archive[:kept])
-    with pytest.raises(ValueError, match=r"BadZipFile: File is not a zip file"):
+    with pytest.raises(DamagedCheckpointError, match=r"BadZipFile: File is not a zip file"):
         check_archive(stream, begin=len(BEFORE), size=len(archive))
+
+
+class Failing(io.BytesIO):
+    """A file one read of which fails."""
+
+    left = 0
+
+    def read(self, size=-1):
+        self.left -= 1
+        if self.left == 0:
+            raise OSError(errno.ESTALE, "Stale file handle")
+        return super().read(size)
+
+
+def test_an_error_of_the_disk_is_no_damage_whenever_it_comes():
+    archive, stream = saved(TENSOR), Failing(saved(TENSOR))
+    check_archive(stream, begin=0, size=len(archive))
+    num_reads = -stream.left
+    assert num_reads > 10
+    for read in range(1, num_reads + 1):
+        stream.left = read
+        with pytest.raises(OSError, match="Stale file handle"):
+            check_archive(stream, begin=0, size=len(archive))

@@ -252,6 +252,20 @@ def test_a_machine_on_which_a_program_can_start_no_thread_is_told_the_limit(monk
     problem = sandbox._isolation_problem.__wrapped__()
     assert problem.startswith("an isolated program can start no thread here, at a limit of 1 processes and threads")
     assert "RLIMIT_NPROC" in problem and "Kernels before 5.14" in problem and platform.release() in problem
+    assert "ulimit" not in problem
+
+
+@pytest.mark.parametrize("limits", [(512 << 20, -1), (-1, -1), (4 << 20, 4 << 20)])
+def test_a_program_has_threads_whatever_the_limit_of_stacks_is_on_the_machine(limits: tuple[int, int]) -> None:
+    source = f"""
+import resource
+from rollout.rewards.sandbox import isolation_problem, run_program
+resource.setrlimit(resource.RLIMIT_STACK, {limits})
+print(isolation_problem() or run_program("import resource\\nprint(resource.getrlimit(resource.RLIMIT_STACK))").output)
+"""
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, check=True)
+    soft = sandbox.STACK_BYTES if limits[1] < 0 else limits[1]
+    assert done.stdout.strip() == str((soft, limits[1])), "a program may not raise its stack as on the machine"
 
 
 def test_a_program_is_not_late_by_time_in_which_the_whole_job_was_stopped() -> None:
