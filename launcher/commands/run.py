@@ -20,6 +20,7 @@ from launcher.commands.export import start_policy
 from launcher.commands.guarding import guarded, ladder_of
 from launcher.commands.resume_point import ResumePoint, resume_point
 from launcher.commands.specs import trainer_spec
+from launcher.commands.startup import judging_checkpoint
 from launcher.config.loading import resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.endings.conclusion import Command
@@ -166,7 +167,8 @@ def _export_last(
     shown.status.phase("trainer", "export")
     shown.progress.say(f"{POLICY}/ does not hold the weights of step {resume.first_step}: they are exported now")
     spec = trainer_spec(checked.config, checked.format, secrets.token_hex(4))
-    trainer = start_policy(running, spec, checked.placement.trainers, resume.trainer)
+    with judging_checkpoint(resume):
+        trainer = start_policy(running, spec, checked.placement.trainers, resume.trainer)
     note_begin()
     replace_policy(directory.path, resume.first_step, trainer.export)
     trainer.ranks.kill_and_wait()

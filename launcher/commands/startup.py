@@ -1,5 +1,7 @@
 """Starts the processes of a run: text actor, scorers and history with the prompts, then engines and trainer."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,26 +101,33 @@ def start_workers(
 
 
 def start_trainer(checked: CheckedRun, running: Processes, resume: ResumePoint, run_id: str) -> TrainerGroup:
-    """Start all trainer ranks, and load the checkpoint if there is one.
-
-    Raises:
-        RunDirectoryError: the checkpoint is damaged, or does not fit the configuration.
-    """
+    """Start all trainer ranks, and load the checkpoint if there is one; errors of `judging_checkpoint`."""
     placement = checked.placement
     spec = trainer_spec(checked.config, checked.format, run_id, declines_delta=placement.declines_delta)
     trainer = running.start_trainer(spec, placement.trainers)
     if resume.trainer:
-        try:
+        with judging_checkpoint(resume):
             trainer.load(resume.trainer)
-        except CallError as error:
-            if (damage := damage_of(error)) is not None:
-                folder = Path(resume.trainer).parent
-                advice = Checkpoints(folder.parent).instead_of(resume.first_step)
-                raise RunDirectoryError(f"checkpoint {folder} cannot be used: {damage}; {advice}") from error
-            if not isinstance(error.__cause__, ValueError):
-                raise
-            raise RunDirectoryError(str(error)) from error
     return trainer
+
+
+@contextmanager
+def judging_checkpoint(resume: ResumePoint) -> Iterator[None]:
+    """The body reads the trainer's part of a checkpoint.
+
+    Raises:
+        RunDirectoryError: the checkpoint is damaged, or does not fit the configuration.
+    """
+    try:
+        yield
+    except CallError as error:
+        if (damage := damage_of(error)) is not None:
+            folder = Path(resume.trainer).parent
+            advice = Checkpoints(folder.parent).instead_of(resume.first_step)
+            raise RunDirectoryError(f"checkpoint {folder} cannot be used: {damage}; {advice}") from error
+        if not isinstance(error.__cause__, ValueError):
+            raise
+        raise RunDirectoryError(str(error)) from error
 
 
 def damage_of(error: CallError) -> DamagedCheckpointError | None:
