@@ -37,10 +37,11 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         """A table whose keys are texts as they are written: YAML has the key 2026-11-30 as a date, and `on` as true."""
-        self.flatten_mapping(node)
-        for key, _ in node.value:
-            if isinstance(key, yaml.ScalarNode):
-                key.tag = "tag:yaml.org,2002:str"
+        if isinstance(node, yaml.MappingNode):  # else the parent refuses it: `!!map [1, 2]`
+            self.flatten_mapping(node)
+            for key, _ in node.value:
+                if isinstance(key, yaml.ScalarNode):
+                    key.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep=deep)
 
 

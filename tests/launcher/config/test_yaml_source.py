@@ -70,6 +70,11 @@ def test_keys_are_texts_as_they_are_written(tmp_path: Path) -> None:
     assert read(tmp_path / "run.yaml").values == {"2026-11-30": keys}
 
 
+def test_a_list_that_is_called_a_table_is_refused() -> None:
+    with pytest.raises(ConfigError, match="expected a mapping node, but found sequence"):
+        parse_value("!!map [1, 2]")
+
+
 @pytest.mark.parametrize("text", ["2026-02-30", "!!float x", "!!int x", "!!bool x", "!!timestamp x", "[1, !!int '']"])
 def test_a_scalar_that_is_not_what_it_looks_like_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"is not a YAML value: line 1, column \d+: .* is no \w+ \(.*in quotes"):
