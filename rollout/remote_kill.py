@@ -12,9 +12,9 @@ from pathlib import Path
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from history.ray_wait import wait_for_all
 from rollout.failures import brief
 from rollout.processes import ProcessId, kill_processes
-from rollout.ray_wait import wait_for_all
 from rollout.stacks import write_stacks
 
 _log = logging.getLogger(__name__)

@@ -33,6 +33,7 @@ class Floor:
 
 FLOORS = {
     "history": Floor(),
+    "history/ray_wait.py": Floor(imports="history", libraries="ray", loads="ray"),
     "history/index": Floor(imports="history"),
     "history/lengths": Floor(imports="history"),
     "history/drafting": Floor(imports="history history/index history/lengths"),
@@ -43,7 +44,7 @@ FLOORS = {
         loads="ray",
     ),
     "history/store/service.py": Floor(
-        imports="history history/store history/store/actors.py",
+        imports="history history/ray_wait.py history/store history/store/actors.py",
         libraries="ray",
         loads="ray",
     ),
@@ -88,13 +89,12 @@ FLOORS = {
         libraries="ray vllm",
         loads="*",
     ),
-    "rollout/ray_wait.py": Floor(imports="rollout", libraries="ray", loads="ray"),
-    "rollout/remote_kill.py": Floor(imports="rollout rollout/ray_wait.py", libraries="ray", loads="ray"),
+    "rollout/remote_kill.py": Floor(imports="rollout history/ray_wait.py", libraries="ray", loads="ray"),
     "rollout/node_reader.py": Floor(imports="rollout", libraries="ray", loads="ray"),
     "rollout/pool": Floor(
         imports=(
             "history history/lengths history/drafting history/store history/store/service.py rollout "
-            "rollout/ray_wait.py rollout/remote_kill.py rollout/tracing rollout/planning rollout/weights "
+            "history/ray_wait.py rollout/remote_kill.py rollout/tracing rollout/planning rollout/weights "
             "rollout/transports rollout/engine"
         ),
         libraries="ray",
@@ -132,8 +132,8 @@ FLOORS = {
     ),
     "megatron_rl/trainer": Floor(
         imports=(
-            "rollout rollout/remote_kill.py rollout/node_reader.py rollout/data rollout/weights rollout/transports "
-            "megatron_rl "
+            "history rollout rollout/remote_kill.py rollout/node_reader.py rollout/data rollout/weights "
+            "rollout/transports megatron_rl "
             "megatron_rl/cpu megatron_rl/quantization megatron_rl/model megatron_rl/algorithm megatron_rl/batching "
             "megatron_rl/weights megatron_rl/checkpoints megatron_rl/checkpoints/damage.py"
         ),
@@ -142,7 +142,7 @@ FLOORS = {
     ),
     "megatron_rl/controller": Floor(
         imports=(
-            "rollout rollout/planning rollout/weights rollout/transports rollout/pool rollout/engine "
+            "history rollout rollout/planning rollout/weights rollout/transports rollout/pool rollout/engine "
             "megatron_rl megatron_rl/algorithm/guard.py megatron_rl/batching megatron_rl/weights megatron_rl/trainer"
         ),
         loads="ray",
@@ -153,7 +153,7 @@ FLOORS = {
     "launcher/run_dir/atomic_files.py": Floor(imports="history launcher"),
     "launcher/cluster": Floor(
         imports=(
-            "history history/index history/store/service.py history/store/start.py rollout rollout/ray_wait.py "
+            "history history/index history/store/service.py history/store/start.py rollout history/ray_wait.py "
             "rollout/remote_kill.py "
             "rollout/data/tokenizer.py rollout/rewards "
             "rollout/transports rollout/pool rollout/engine megatron_rl megatron_rl/trainer "

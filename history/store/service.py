@@ -9,7 +9,6 @@ calls are counted and cost drafts, never responses: sampling does not wait for t
 """
 
 import shutil
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import ray
 
+from history.ray_wait import wait_for_all
 from history.store.actors import ReaderReport, ShardReport, ShardSave
 from history.store.prompt_store import Return, StoreStats
 from history.store.response_batch import ResponseBatch
@@ -31,8 +31,6 @@ HANG_S = 120.0
 
 SAVE_TIMEOUT_S = 600.0
 CLOSE_TIMEOUT_S = 5.0
-_LOOK_S = _STOPPED_S = 5.0
-"""Longest look of a wait, and the time beyond it that shows that this process was stopped (decision 62)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +142,7 @@ class HistoryService:
         """
         sent: list[ray.ObjectRef] = []
         for batch in batches:
-            if sent and _late(sent, HANG_S):
+            if sent and wait_for_all(sent, timeout_s=HANG_S)[1]:
                 self._record_loss(f"a history shard has stored nothing for {HANG_S:.0f} s; what follows is left out")
                 return
             parts = zip(self.shards, batch.split(len(self.shards)), strict=True)
@@ -219,7 +217,7 @@ class HistoryService:
         self._count_lost_calls()
         orders = dict(self._orders)  # another thread may replace one after the reader was asked
         calls = {actor.handle.report.remote(): actor for actor in self._actors}
-        _late(list(calls), REPORT_TIMEOUT_S)
+        wait_for_all(list(calls), timeout_s=REPORT_TIMEOUT_S)
         received = [report for ref, actor in calls.items() if (report := self._receive(ref, actor, orders)) is not None]
         if any(isinstance(report, ShardReport) and not report.is_filled for report in received):
             self._repeat_orders()
@@ -247,7 +245,7 @@ class HistoryService:
             self.report()
         folder.mkdir()
         saving = [shard.save.remote(str(folder), self._newest) for shard in self.shards]
-        if _late(saving, SAVE_TIMEOUT_S):
+        if wait_for_all(saving, timeout_s=SAVE_TIMEOUT_S)[1]:
             self._discard(folder, f"a shard has not written its files in {SAVE_TIMEOUT_S:.0f} s")
             return
         try:
@@ -367,17 +365,6 @@ class HistoryService:
     def _record_loss(self, loss: str, *, count: int = 1) -> None:
         self._num_lost_calls += count
         self._upkeep.log(f"{loss}; engines draft from the remaining history")
-
-
-def _late(calls: Sequence[ray.ObjectRef], timeout_s: float) -> Sequence[ray.ObjectRef]:
-    """Calls that do not end in time. A look in which this process was stopped does not count: answers lay unread."""
-    late, left_s = calls, timeout_s
-    while late and left_s > 0:
-        look_s, began_s = min(left_s, _LOOK_S), time.monotonic()
-        _, late = ray.wait(list(calls), num_returns=len(calls), timeout=look_s)
-        if time.monotonic() - began_s <= look_s + _STOPPED_S:
-            left_s -= look_s
-    return late
 
 
 def _line(error: BaseException) -> str:

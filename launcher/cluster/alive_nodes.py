@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from history.ray_wait import wait_for_all
 from launcher.cluster.node import NodeResources, node_resources
 from rollout.failures import DeadlineError
 from rollout.processes import ALL_DEVICES
-from rollout.ray_wait import wait_for_all
 
 _log = logging.getLogger(__name__)
 

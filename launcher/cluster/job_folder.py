@@ -28,9 +28,9 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from history.patience import AwakeClock
 from launcher.run_dir.atomic_files import replace_text
 from rollout.failures import DeadlineError
-from rollout.patience import AwakeClock
 
 VARIABLE = "MEGATRON_RL_JOB_DIR"
 """Environment variable with the folder; the batch script sets it."""

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from history.patience import AwakeClock
 from launcher.run_dir.atomic_files import replace_text
 from rollout.failures import DeadlineError
-from rollout.patience import AwakeClock
 
 CONNECT_TIMEOUT_S = 5.0
 _POLL_S = 0.1

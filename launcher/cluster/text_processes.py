@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from history.ray_wait import wait_for_all
 from rollout.config import RewardConfig
 from rollout.data.tokenizer import TokenizerFacts, TokenizerSource
 from rollout.failures import DeadlineError, Place
 from rollout.pool.heartbeat import Heartbeat
-from rollout.ray_wait import wait_for_all
 from rollout.rewards.scorer_actor import ScorerActor
 from rollout.rewards.text_actor import TextActor
 

@@ -20,8 +20,8 @@ from launcher.config.loading import listing, load
 from launcher.config.schema import ExportConfig, RunConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.checkpoints import Checkpoints
-from launcher.run_dir.directory import RunLock
 from launcher.run_dir.exported import mark, replace_folder
+from launcher.run_dir.run_lock import RunLock
 from megatron_rl.model.spec import read_model_spec
 from megatron_rl.ranks import TrainerRank
 from megatron_rl.trainer.group import TrainerGroup

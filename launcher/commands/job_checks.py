@@ -5,6 +5,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+from history.patience import AwakeClock
 from launcher.cluster.addresses import interfaces, node_address, resolve
 from launcher.cluster.health import NodeNeeds, choose_nodes, node_facts, node_needs, node_problems, other_copies
 from launcher.cluster.job_folder import JobFolder
@@ -17,9 +18,8 @@ from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
 from launcher.errors import RunInUseError
 from launcher.run_dir.atomic_files import append_line, drop_torn_line, replace_text
-from launcher.run_dir.directory import WATCH_S, RunLock
+from launcher.run_dir.run_lock import WATCH_S, RunLock
 from rollout.failures import DeadlineError
-from rollout.patience import AwakeClock
 
 PAIRS_TIMEOUT_S = 30.0
 """For which a node waits for the others before it tries to reach them."""

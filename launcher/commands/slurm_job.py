@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from history.patience import AwakeClock
 from launcher.checks.expected_nodes import expected_nodes
 from launcher.cluster.addresses import interfaces, node_address, resolve
 from launcher.cluster.alive_nodes import SPARE
@@ -34,12 +35,11 @@ from launcher.config.schema import RunConfig
 from launcher.endings.kinds import Ending
 from launcher.errors import RunDirectoryError
 from launcher.run_dir.atomic_files import replace_text
-from launcher.run_dir.directory import RunLock
+from launcher.run_dir.run_lock import RunLock
 from launcher.run_dir.start_phases import StartPhases, read_phases
 from launcher.run_dir.status import read_now
 from launcher.run_dir.stop_request import ANSWERED, answer_request, read_request
 from rollout.failures import DeadlineError
-from rollout.patience import AwakeClock
 
 HEAD_TIMEOUT_S = 300.0
 """For which nodes and the driver wait for Ray's head."""

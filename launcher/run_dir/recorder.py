@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import ray
 
+from history.patience import Patience
 from launcher.run_dir.console import RunProgress
 from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.forward_traces import append_forwards
@@ -25,7 +26,6 @@ from megatron_rl.algorithm.guard import GuardState
 from megatron_rl.trainer.group import TrainerGroup
 from rollout.evaluation import EvaluationRow
 from rollout.failures import DeadlineError, Place
-from rollout.patience import Patience
 from rollout.planning.planner import Planner
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.heartbeat import LOOK_EVERY_S, Heartbeat

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rollout.patience import LOOK_S, STOPPED_S
+from history.patience import LOOK_S, STOPPED_S
 
 _log = logging.getLogger(__name__)
 

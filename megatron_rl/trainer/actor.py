@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from history.patience import NEVER
 from megatron_rl.batching.batch import RankBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof, TrainerSpec
 from rollout import progress
 from rollout.data.sft_rows import SftRows
 from rollout.failures import DeadlineError
-from rollout.patience import NEVER
 from rollout.processes import ProcessId, given_devices, no_collection, redirect_output, write_stacks_on_signal
 from rollout.transports.base import Backend, GroupChannel, Memory, StoreAddress
 from rollout.transports.shm_files import sweep

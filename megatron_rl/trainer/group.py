@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from history.patience import LOOK_S, Patience
 from megatron_rl.batching.batch import TrainBatch
 from megatron_rl.batching.sft_batch import SftBatch
 from megatron_rl.ranks import trainer_ranks
@@ -25,7 +26,6 @@ from megatron_rl.trainer.actor import TrainerActor
 from megatron_rl.trainer.messages import ProbeResult, StagedWeights, StepResult, TrainerProof, TrainerSpec
 from megatron_rl.trainer.rank_watch import RankWatch
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError, brief, node_of, ranges
-from rollout.patience import LOOK_S, Patience
 from rollout.processes import ProcessId
 from rollout.remote_kill import kill_on_nodes
 from rollout.transports.base import GroupChannel, StoreAddress

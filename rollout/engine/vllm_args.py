@@ -17,9 +17,9 @@ from typing import TypedDict
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.platforms import current_platform
 
+from history.patience import NEVER
 from rollout.config import EngineConfig, Format
 from rollout.engine.spec import DraftSpec, EngineSpec
-from rollout.patience import NEVER
 from rollout.weights.format import FP8_BLOCK
 from rollout.worker.receiver import BACKEND
 

@@ -24,12 +24,12 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
+from history.patience import answer_within
 from rollout.built_model import BuiltModel
 from rollout.engine.async_llm import LlmHandle
 from rollout.engine.responses import ResponseLedger
 from rollout.engine.spec import EngineSpec
 from rollout.engine.state import EngineFencedError, EngineProof, EngineStatus, UpdateTimes, WeightsRefusedError
-from rollout.patience import answer_within
 from rollout.transports.base import Channel, GroupChannel
 from rollout.types import WeightVersion
 from rollout.weights.announcement import Announcement, HeldPlan, SentPlan

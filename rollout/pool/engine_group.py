@@ -13,13 +13,13 @@ import numpy as np
 import ray
 
 from history.drafting.stats import DraftStats
+from history.ray_wait import wait_for_all
 from rollout.built_model import BuiltModel
 from rollout.engine.state import EngineProof, EngineState, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
 from rollout.pool.engine_call import Answer, EngineCall, answer_of, on_machines
 from rollout.pool.living_engines import LivingEngines
 from rollout.processes import ProcessId
-from rollout.ray_wait import wait_for_all
 from rollout.tracing.forwards import Forwards
 from rollout.transports.base import Channel
 from rollout.types import GroupId

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 
 import ray
 
+from history.ray_wait import wait_for_all
 from rollout.failures import brief
 from rollout.processes import ProcessId
-from rollout.ray_wait import wait_for_all
 from rollout.remote_kill import kill_on_nodes
 
 _log = logging.getLogger(__name__)

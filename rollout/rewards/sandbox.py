@@ -29,7 +29,7 @@ from functools import cache
 from pathlib import Path
 from typing import IO
 
-from rollout.patience import AwakeClock
+from history.patience import AwakeClock
 from rollout.rewards.process_tree import cpu_seconds, descendants, kill
 
 STACK_BYTES = 8 << 20

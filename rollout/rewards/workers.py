@@ -29,9 +29,9 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from os import environ
 
+from history.patience import AwakeClock
 from rollout.config import RewardConfig
 from rollout.failures import PlacedError, ProcessLostError, RewardBrokenError, brief
-from rollout.patience import AwakeClock
 from rollout.rewards.call import RewardOutcome, RewardRequest, late_outcome
 from rollout.rewards.call_queue import Call, CallQueue
 from rollout.rewards.frames import Answer, Begun, Ended, Numbered, Ready, frame, read_answer

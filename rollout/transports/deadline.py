@@ -5,7 +5,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-from rollout.patience import AwakeClock
+from history.patience import AwakeClock
 
 
 class Deadline:

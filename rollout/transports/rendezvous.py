@@ -28,8 +28,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from history.patience import NEVER, AwakeClock
 from rollout.failures import DeadlineError, brief
-from rollout.patience import NEVER, AwakeClock
 from rollout.transports.base import Backend, GroupChannel
 from rollout.transports.deadline import Deadline
 from rollout.transports.secret_store import SecretStore

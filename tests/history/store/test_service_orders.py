@@ -5,13 +5,13 @@ import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import ray
 
-from history.store import service as history_service
+from history import ray_wait
+from history.patience import Patience
 from history.store.actors import Reader, Shard
 from history.store.response_batch import ResponseBatch
 from history.store.service import HistoryService, Upkeep
@@ -181,7 +181,7 @@ def test_a_batch_is_sent_when_the_one_before_is_stored_and_a_shard_that_hangs_en
             made.append(key)
             yield ResponseBatch.of((key, one) for one in visit(key, 0))
 
-    def wait(refs, *, num_returns, timeout):
+    def wait(refs, *, num_returns, timeout, fetch_local):
         if (len(made), num_returns) not in waited:  # the first of the looks of a wait
             waited.append((len(made), num_returns))
         return (refs, []) if len(waited) < 3 else ([], refs)
@@ -207,7 +207,7 @@ class Waits:
     now_s: float = 0.0
     num_looks: int = 0
 
-    def __call__(self, refs, *, num_returns, timeout):
+    def __call__(self, refs, *, num_returns, timeout, fetch_local=True):
         if timeout:
             self.num_looks += 1
             self.now_s += timeout + self.stopped_s.get(self.num_looks, 0.0)
@@ -228,7 +228,7 @@ def slow_shard(parts, monkeypatch):
         parts.service._upkeep = Upkeep(log=log.append, end_hung=lambda name, process: ended.append(name))
         parts.shard.is_slow = True
         monkeypatch.setattr(ray, "wait", waits)
-        monkeypatch.setattr(history_service, "time", SimpleNamespace(monotonic=lambda: waits.now_s))
+        monkeypatch.setattr(ray_wait, "Patience", partial(Patience, clock=lambda: waits.now_s))
         return waits, ended, log
 
     return begin

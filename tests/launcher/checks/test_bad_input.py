@@ -19,7 +19,7 @@ from launcher.cli import main
 from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import RunDirectoryError
-from launcher.run_dir.directory import RunLock
+from launcher.run_dir.run_lock import RunLock
 
 Change = Callable[[Path], object]
 """Breaks a sound configuration; is given the folder that holds it, its data (`train.jsonl`) and `model/`."""

@@ -11,15 +11,16 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from history import ray_wait
+from history.patience import AwakeClock, Patience
 from launcher.cluster import alive_nodes, job_folder, pairs
 from launcher.cluster.alive_nodes import AliveNode
 from launcher.cluster.job_folder import Head, JobFolder
 from launcher.commands import job_checks, slurm_job
 from launcher.errors import RunInUseError
-from launcher.run_dir.directory import RunLock
-from rollout import ray_wait, remote_kill
+from launcher.run_dir.run_lock import RunLock
+from rollout import remote_kill
 from rollout.failures import DeadlineError
-from rollout.patience import AwakeClock, Patience
 from rollout.processes import ProcessId
 
 STOP_S = 3600.0

@@ -23,8 +23,9 @@ from launcher.config.loading import load, resolved_yaml
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError
 from launcher.run_dir.atomic_files import append_line, read_rows
-from launcher.run_dir.directory import RunDirectory, RunLock
+from launcher.run_dir.directory import RunDirectory
 from launcher.run_dir.resume import FIRST_MODEL, check_first_model
+from launcher.run_dir.run_lock import RunLock
 from launcher.run_dir.status import StatusFile
 from launcher.run_dir.stop_request import ANSWERED, read_request, write_request
 from tests.support.deadline import DEADLINE_S

@@ -18,7 +18,7 @@ from launcher.commands.srun_run import _config_of_step
 from launcher.config.loading import load
 from launcher.config.schema import RunConfig
 from launcher.errors import ConfigError, LaunchError, RunDirectoryError
-from launcher.run_dir.directory import RunLock
+from launcher.run_dir.run_lock import RunLock
 from launcher.run_dir.stop_request import read_request, write_request
 
 STEP = SlurmStep(nodes=("node1", "node2"), num_tasks=2, job_id=7, name="7.0.0", is_first=True)

@@ -12,9 +12,9 @@ import psutil
 import pytest
 
 from launcher.errors import RunInUseError
-from launcher.run_dir import directory as module
-from launcher.run_dir import lock_reach
-from launcher.run_dir.directory import RunDirectory, RunLock
+from launcher.run_dir import run_lock as module
+from launcher.run_dir.directory import RunDirectory
+from launcher.run_dir.run_lock import RunLock
 from launcher.run_dir.status import StatusFile
 
 
@@ -128,10 +128,10 @@ def test_the_nearest_mount_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     mounts = {"/": "ext4", str(tmp_path / "shared"): "beegfs", str(tmp_path): "xfs", str(tmp_path / "share"): "ext4"}
     found = [SimpleNamespace(mountpoint=point, fstype=fstype, opts="rw") for point, fstype in mounts.items()]
     monkeypatch.setattr(psutil, "disk_partitions", lambda all: found)
-    assert not lock_reach.locks_reach_all_nodes(tmp_path / "shared" / "run")
-    assert lock_reach.locks_reach_all_nodes(tmp_path)
+    assert not module.locks_reach_all_nodes(tmp_path / "shared" / "run")
+    assert module.locks_reach_all_nodes(tmp_path)
     found.clear()
-    assert not lock_reach.locks_reach_all_nodes(tmp_path)
+    assert not module.locks_reach_all_nodes(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["", "7", "{}", "[]", '{"pid": 3}', "\x00"])

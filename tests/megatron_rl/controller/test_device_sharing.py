@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from history import ray_wait
 from megatron_rl.controller.colocation import DeviceSharing
 from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.trainer.group import TrainerGroup
-from rollout import ray_wait
 from rollout.failures import CallError
 from rollout.pool import engine_call, engine_group, living_engines
 from rollout.pool.engine_group import EngineGroup

@@ -4,12 +4,12 @@ import time
 from contextlib import contextmanager
 from types import SimpleNamespace
 
+from history.patience import LOOK_S
 from megatron_rl.controller import phases as module
 from megatron_rl.controller import suspension
 from megatron_rl.controller.colocation import KeepSampling, PauseEngines
 from megatron_rl.controller.phases import PhaseClock, Phases
 from megatron_rl.controller.suspension import Suspension
-from rollout.patience import LOOK_S
 from tests.support.deadline import DEADLINE_S
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from history.patience import NEVER
 from megatron_rl.model import parallel
 from megatron_rl.trainer.actor import TrainerActor
-from rollout.patience import NEVER
 from rollout.processes import on_devices
 from rollout.transports.base import GroupChannel
 from rollout.transports.shm_files import segment_path

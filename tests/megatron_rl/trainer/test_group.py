@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import pytest
 import ray
 
+from history.patience import Patience
 from megatron_rl.trainer import group as trainer_group
 from megatron_rl.trainer.group import IDLE_TIMEOUT_S, LOOK_EVERY_S, SpmdGroup, TrainerGroup
 from megatron_rl.trainer.messages import StepResult
 from megatron_rl.trainer.trainer import Trainer
 from rollout.failures import DeadlineError
-from rollout.patience import Patience
 
 
 @dataclass

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import ray
 
+from history import ray_wait
 from history.drafting.stats import DraftStats
+from history.patience import Patience
 from megatron_rl.model.engine_model import as_built
-from rollout import ray_wait
 from rollout.engine.state import EngineProgress, EngineState, EngineStatus, UpdateTimes
 from rollout.failures import CallError, DeadlineError, Place, ProcessLostError
-from rollout.patience import Patience
 from rollout.pool import engine_call, engine_group, engine_watch, living_engines
 from rollout.pool.engine_group import EngineGroup
 from rollout.pool.engine_watch import EngineWatch

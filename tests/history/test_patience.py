@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from rollout.patience import LOOK_S, AwakeClock, Patience, answer_within
+from history.patience import LOOK_S, AwakeClock, Patience, answer_within
 
 
 @dataclass

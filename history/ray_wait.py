@@ -1,8 +1,8 @@
-"""Waits for calls of Ray by short looks (`rollout.patience`): a stop of this process makes no call late."""
+"""Waits for calls of Ray by short looks (`history.patience`): a stop of this process makes no call late."""
 
 import ray
 
-from rollout.patience import Patience
+from history.patience import Patience
 
 
 def wait_for_all(
