@@ -3,7 +3,7 @@
 import argparse
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -28,6 +28,11 @@ class Difference:
             standard_error=statistics.stdev(gaps) / math.sqrt(len(gaps)),
             student_95=_STUDENT_95[len(gaps) - 1],
         )
+
+    @classmethod
+    def by_seed(cls, first: Mapping[int, float], second: Mapping[int, float]) -> Self:
+        """Of `first` minus `second`, which have a value for each of the same seeds."""
+        return cls.of([first[seed] - second[seed] for seed in sorted(first.keys() | second.keys())])
 
     @property
     def interval(self) -> tuple[float, float]:

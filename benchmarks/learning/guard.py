@@ -18,13 +18,13 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
 
 from benchmarks.harness.example_run import k3_parts, mismatch_figures, run_example
+from benchmarks.harness.paired import Difference, check_seeds
 from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
 from benchmarks.harness.record_inputs import quickstart_inputs
 from benchmarks.learning.example_epochs import warm_start
-from benchmarks.learning.mismatch import CONTROL, FORMATS, QUICK
+from benchmarks.learning.mismatch import CONTROL, FORMATS, LEAST_EFFECT, MOST_LOST, QUICK
 from examples.arithmetic.quickstart import HELD_OUT, held_out_accuracy
 
 RULES = ("algorithm.correction.mode=none", "algorithm.guard.patience=2", "algorithm.guard.recover_after=100")
@@ -49,6 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/bench/guard"))
     parser.add_argument("--resume", action="store_true", help="keep the runs that OUT has")
     options = parser.parse_args(argv)
+    check_seeds(parser, options.seeds)
     warm = options.warm or warm_start(options.work / "warm", quick=options.quick, resume=options.resume)
     inputs = quickstart_inputs(options.warm)
     rows = rows_before(options.json, resume=options.resume)
@@ -100,14 +101,28 @@ def format_changes(run_dir: Path) -> int:
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Goals: the control loses accuracy, the guard brings it back, and it never acts in a healthy run."""
 
-    def after(case: str) -> float:
-        return statistics.fmean(100 * float(row["held_out_after"]) for row in rows if row["case"] == case)
+    def lost(case: str) -> tuple[float, float]:
+        after = [
+            {int(row["seed"]): 100 * float(row["held_out_after"]) for row in rows if row["case"] == name}
+            for name in ("bf16, off", case)
+        ]
+        return Difference.by_seed(*after).interval
 
-    bf16 = after("bf16, off")
-    lost: Mapping[str, Literal["at least", "at most"]] = {"3 bits, off": "at least", "3 bits, act": "at most"}
     reached = [
-        Goal(name=f"{case}: below bf16, held-out", value=bf16 - after(case), bound=3.0, direction=how, unit="points")
-        for case, how in lost.items()
+        Goal(
+            name="3 bits, off: below bf16, held-out, lower end over seeds",
+            value=lost("3 bits, off")[0],
+            bound=LEAST_EFFECT,
+            direction="at least",
+            unit="points",
+        ),
+        Goal(
+            name="3 bits, act: below bf16, held-out, upper end over seeds",
+            value=lost("3 bits, act")[1],
+            bound=MOST_LOST,
+            direction="at most",
+            unit="points",
+        ),
     ]
     healthy = [float(row["actions"]) for row in rows if row["case"] == HEALTHY]
     quiet = Goal(name="actions in a healthy run", value=max(healthy), bound=0.0, direction="at most", unit="actions")

@@ -11,10 +11,13 @@ MISMATCH = View(
     question="How much held-out accuracy does each weight format lose, with and without truncated importance sampling?",
     answer=Answer(
         text=(
-            "With TIS, accuracy ends below BF16's by {int8} points in INT8, {fp8_channel} in FP8 per channel and "
-            "{fp8_block} in FP8 per block; negative values are gains."
+            "With TIS and 95 % confidence, accuracy ends below BF16's by at most {int8} points in INT8, {fp8_channel} "
+            "in FP8 per channel and {fp8_block} in FP8 per block."
         ),
-        figures={name: goal(f"{name} with TIS below bf16, held-out") for name in ("int8", "fp8_channel", "fp8_block")},
+        figures={
+            name: goal(f"{name} with TIS below bf16, held-out, upper end over seeds")
+            for name in ("int8", "fp8_channel", "fp8_block")
+        },
     ),
     tables=(
         Table(
@@ -41,13 +44,13 @@ ALGORITHMS = View(
     question="Do PPO with a critic, and GRPO with a divergence as a cost, lift the example as GRPO does?",
     answer=Answer(
         text=(
-            "Beside GRPO's gain of {grpo} points in its worst seed, PPO changes the mean gain by {ppo} points and the "
-            "divergence by {kl} points."
+            "GRPO gains {grpo} points in its worst seed. With 95 % confidence, PPO changes the mean gain by at least "
+            "{ppo} points and the divergence by at least {kl}."
         ),
         figures={
             "grpo": goal("GRPO: gain, worst seed"),
-            "ppo": goal("PPO with a critic: gain beside GRPO's, mean"),
-            "kl": goal("GRPO, divergence in the loss: gain beside GRPO's, mean"),
+            "ppo": goal("PPO with a critic: gain beside GRPO's, lower end over seeds"),
+            "kl": goal("GRPO, divergence in the loss: gain beside GRPO's, lower end over seeds"),
         },
     ),
     tables=(
@@ -74,12 +77,12 @@ GUARD = View(
     question="Does the guard alone bring back the accuracy that coarse codes cost, and is it quiet in a healthy run?",
     answer=Answer(
         text=(
-            "3-bit codes end {off} points below BF16 without the guard and {act} points below it with the guard; a "
-            "healthy INT8 run has {actions} actions."
+            "With 95 % confidence, 3-bit codes cost at least {off} points without the guard and at most {act} with it; "
+            "a healthy INT8 run has {actions} actions."
         ),
         figures={
-            "off": goal("3 bits, off: below bf16, held-out"),
-            "act": goal("3 bits, act: below bf16, held-out"),
+            "off": goal("3 bits, off: below bf16, held-out, lower end over seeds"),
+            "act": goal("3 bits, act: below bf16, held-out, upper end over seeds"),
             "actions": goal("actions in a healthy run"),
         },
     ),

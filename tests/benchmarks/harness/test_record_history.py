@@ -46,6 +46,6 @@ def test_a_page_and_the_index_remark_an_absent_commit() -> None:
     views = {"soak": VIEWS["soak"]}
     plain, remarked = pages([record], views), pages([record], views, absent={commit})
     assert REMARK not in plain["soak.md"]
-    assert f"commit `{commit[:12]}`, not recorded whether clean, 99 rows. {REMARK}." in remarked["soak.md"]
+    assert f"commit `{commit[:12]}`, clean, {len(record.rows)} rows. {REMARK}." in remarked["soak.md"]
     assert f"* [soak](soak.md), commit `{commit[:12]}`" in remarked["index.md"]
     assert absent_commits({commit}, root=Path("/"), pages=remarked.values()) == {commit}

@@ -1,6 +1,7 @@
 """Record pages equal the pages generated from records; every row of a record is in one of its tables."""
 
 import re
+import statistics
 
 import pytest
 
@@ -53,7 +54,7 @@ def test_commands_of_pages_name_modules_of_today() -> None:
 def test_an_answer_needs_the_goals_and_rows_that_it_names() -> None:
     (record,) = [record for record in read_all() if record.name == "soak"]
     assert Answer(text="{n} steps.", figures={"n": goal("steps")}).of(record) == "200 steps."
-    assert median("num_processes", {})(record) == 22
+    assert median("num_processes", {})(record) == statistics.median(int(row["num_processes"]) for row in record.rows)
     with pytest.raises(ValueError, match="has 0 goals 'speed'"):
         goal("speed")(record)
     with pytest.raises(ValueError, match="no row with 'num_fds'"):

@@ -28,8 +28,8 @@ def test_the_control_must_lose_accuracy_which_the_guard_brings_back_and_a_health
         for case, value in after.items()
     ]
     assert [(goal.name, round(goal.value, 6), goal.met) for goal in goals(rows)] == [
-        ("3 bits, off: below bf16, held-out", 10.0, True),
-        ("3 bits, act: below bf16, held-out", 1.0, True),
+        ("3 bits, off: below bf16, held-out, lower end over seeds", 10.0, True),
+        ("3 bits, act: below bf16, held-out, upper end over seeds", 1.0, True),
         ("actions in a healthy run", 0.0, True),
     ]
     assert not goals([{**row, "actions": 1.0} for row in rows])[2].met
