@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from benchmarks.drafting.quality import ARCTIC, ARCTIC_BEST, GRID, OURS, OURS_ALL, OURS_FIXED, PAPER
 from benchmarks.drafting.trace_sets import CASES, LONG_CASES, OTHER_CASES
-from benchmarks.harness.paired import Difference
+from benchmarks.harness.paired import Difference, by_seed
 from benchmarks.harness.record import Goal, Row
 
 TOKENS_GOALS: Mapping[str, tuple[float, float]] = {
@@ -42,15 +42,6 @@ def goals(rows: Sequence[Row]) -> list[Goal]:
 def lower_end(values: Sequence[float]) -> float:
     """Lower end of the 95 % confidence interval of the mean over seeds."""
     return Difference.of(values).interval[0]
-
-
-def by_seed(rows: Sequence[Row], field: str, **wanted: str | int) -> dict[int, float]:
-    """The field of the rows with these values, by their seed."""
-    return {
-        int(row["seed"]): float(row[field])
-        for row in rows
-        if field in row and "seed" in row and all(row.get(key) == value for key, value in wanted.items())
-    }
 
 
 def ratios(over: Mapping[int, float], under: Mapping[int, float]) -> list[float]:

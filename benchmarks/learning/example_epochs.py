@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.harness.example_run import K3, few_prompts, read_metrics, trained
-from benchmarks.harness.paired import Difference, check_seeds
+from benchmarks.harness.paired import Difference, by_seed, check_seeds, goal_in_points
 from benchmarks.harness.process_tree import watch
 from benchmarks.harness.record import Goal, Row, arguments, write
 from benchmarks.harness.record_inputs import quickstart_inputs
@@ -102,33 +102,25 @@ _DRAFTING = (
 
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
-    """Goals: more than one token per forward in every later epoch; drafts cost neither reward nor accuracy."""
+    """Goals: more than one token per forward in every later epoch; drafts cost at most `MOST_BELOW` points."""
     later = [float(row["tokens_per_forward"]) for row in rows if row["drafts"] and int(row["epoch"]) > 0]
     reached = [
         Goal(name="tokens per forward after epoch 0", value=min(later), bound=1.02, direction="at least", unit="x")
     ]
-    for name, column, last_only in (("reward", "reward", False), ("held-out accuracy", "held_out_after", True)):
-        without, drafted = (_by_seed(rows, column, drafts=drafts, last_only=last_only) for drafts in (False, True))
-        reached.append(
-            Goal(
-                name=f"{name}: drafts below none, upper end over seeds",
-                value=Difference.by_seed(without, drafted).interval[1],
-                bound=MOST_BELOW,
-                direction="at most",
-                unit="points",
-            )
-        )
-    return reached
-
-
-def _by_seed(rows: Sequence[Row], column: str, *, drafts: bool, last_only: bool) -> dict[int, float]:
-    """For each seed, the mean of a column over the epochs with drafts, or without; in points."""
     last = max(int(row["epoch"]) for row in rows)
-    values: dict[int, list[float]] = {}
-    for row in rows:
-        if row["drafts"] == drafts and (not last_only or row["epoch"] == last):
-            values.setdefault(int(row["seed"]), []).append(100 * float(row[column]))
-    return {seed: statistics.fmean(of_seed) for seed, of_seed in values.items()}
+    after = [by_seed(rows, "held_out_after", drafts=drafts, epoch=last) for drafts in (False, True)]
+    rewards = [_mean_rewards(rows, drafts=drafts) for drafts in (False, True)]
+    return reached + [
+        goal_in_points(f"{name}: drafts below none", Difference.between(*values), bound=MOST_BELOW, direction="at most")
+        for name, values in (("reward", rewards), ("held-out accuracy", after))
+    ]
+
+
+def _mean_rewards(rows: Sequence[Row], *, drafts: bool) -> dict[int, float]:
+    """The mean reward over the epochs with drafts, or without, by seed."""
+    epochs = sorted({int(row["epoch"]) for row in rows})
+    rewards = [by_seed(rows, "reward", drafts=drafts, epoch=epoch) for epoch in epochs]
+    return {seed: statistics.fmean(of_epoch[seed] for of_epoch in rewards) for seed in rewards[0]}
 
 
 def warm_start(work: Path, *, quick: bool, resume: bool = False) -> Path:

@@ -18,9 +18,10 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.harness.example_run import k3_parts, mismatch_figures, run_example
-from benchmarks.harness.paired import Difference, check_seeds
+from benchmarks.harness.paired import Difference, by_seed, check_seeds, goal_in_points
 from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
 from benchmarks.harness.record_inputs import quickstart_inputs
 from benchmarks.learning.example_epochs import warm_start
@@ -101,32 +102,18 @@ def format_changes(run_dir: Path) -> int:
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Goals: the control loses accuracy, the guard brings it back, and it never acts in a healthy run."""
 
-    def lost(case: str) -> tuple[float, float]:
-        after = [
-            {int(row["seed"]): 100 * float(row["held_out_after"]) for row in rows if row["case"] == name}
-            for name in ("bf16, off", case)
-        ]
-        return Difference.by_seed(*after).interval
+    def below_bf16(case: str, bound: float, direction: Literal["at least", "at most"]) -> Goal:
+        bf16, after = (by_seed(rows, "held_out_after", case=name) for name in ("bf16, off", case))
+        name, lost = f"{case}: below bf16, held-out", Difference.between(bf16, after)
+        return goal_in_points(name, lost, bound=bound, direction=direction)
 
-    reached = [
-        Goal(
-            name="3 bits, off: below bf16, held-out, lower end over seeds",
-            value=lost("3 bits, off")[0],
-            bound=LEAST_EFFECT,
-            direction="at least",
-            unit="points",
-        ),
-        Goal(
-            name="3 bits, act: below bf16, held-out, upper end over seeds",
-            value=lost("3 bits, act")[1],
-            bound=MOST_LOST,
-            direction="at most",
-            unit="points",
-        ),
-    ]
     healthy = [float(row["actions"]) for row in rows if row["case"] == HEALTHY]
     quiet = Goal(name="actions in a healthy run", value=max(healthy), bound=0.0, direction="at most", unit="actions")
-    return [*reached, quiet]
+    return [
+        below_bf16("3 bits, off", LEAST_EFFECT, "at least"),
+        below_bf16("3 bits, act", MOST_LOST, "at most"),
+        quiet,
+    ]
 
 
 if __name__ == "__main__":

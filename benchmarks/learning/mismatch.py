@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.harness.example_run import ESS, K3, mismatch_figures, run_example, trained
-from benchmarks.harness.paired import Difference, check_seeds
+from benchmarks.harness.paired import Difference, by_seed, check_seeds, goal_in_points
 from benchmarks.harness.plots import Series, lines
 from benchmarks.harness.record import Goal, Row, arguments, rows_before, write
 from benchmarks.harness.record_inputs import quickstart_inputs
@@ -41,7 +41,7 @@ QUICK = ("num_steps=2", "algorithm.prompts_per_step=8", f"evaluation.sets.{HELD_
 CONTROL = "3 bits"
 MOST_LOST = 3.0
 """Points of held-out accuracy that a format may cost with correction: upper end of the interval over the seeds."""
-LEAST_EFFECT = 0.0
+LEAST_EFFECT = 3.0
 """Points that the control must cost without correction, and regain with it: lower end of the interval."""
 BY_STEP = {"k3": K3, "ess": ESS, "reward": "reward/mean"}
 """Metrics that the rows hold for each step."""
@@ -104,37 +104,27 @@ def _by_step(metrics: Sequence[dict[str, float]], name: str) -> str:
 
 def goals(rows: Sequence[Row]) -> list[Goal]:
     """Goals: 8-bit formats learn as BF16 does; the control loses accuracy without correction and regains it with it."""
-    after: dict[tuple[str, str], dict[int, float]] = {}
-    for row in rows:
-        of_case = after.setdefault((str(row["format"]), str(row["correction"])), {})
-        of_case[int(row["seed"])] = 100 * float(row["held_out_after"])
-    bf16 = after.get(("bf16", "tis_token"))
-    if bf16 is None:
-        return []
-    reached = [
-        Goal(
-            name=f"{name} with TIS below bf16, held-out, upper end over seeds",
-            value=Difference.by_seed(bf16, after[name, "tis_token"]).interval[1],
-            bound=MOST_LOST,
-            direction="at most",
-            unit="points",
-        )
-        for name in ("int8", "fp8_channel", "fp8_block")
-        if (name, "tis_token") in after
-    ]
-    if (CONTROL, "none") in after:
-        better = {"hurts without TIS": after["bf16", "none"], "is helped by TIS": after[CONTROL, "tis_token"]}
-        reached += [
-            Goal(
-                name=f"{CONTROL} {name}, held-out, lower end over seeds",
-                value=Difference.by_seed(of_seed, after[CONTROL, "none"]).interval[0],
-                bound=LEAST_EFFECT,
-                direction="at least",
-                unit="points",
-            )
-            for name, of_seed in better.items()
+
+    def lost(better: tuple[str, str], worse: tuple[str, str]) -> Difference | None:
+        """By how much the second format and correction end below the first; None without runs of both."""
+        sides = [
+            by_seed(rows, "held_out_after", format=name, correction=correction) for name, correction in (better, worse)
         ]
-    return reached
+        return Difference.between(*sides) if all(sides) else None
+
+    bf16, control = ("bf16", "tis_token"), (CONTROL, "none")
+    harmless = {
+        f"{name} with TIS below bf16, held-out": lost(bf16, (name, "tis_token"))
+        for name in ("int8", "fp8_channel", "fp8_block")
+    }
+    harmful = {
+        f"{CONTROL} hurts without TIS, held-out": lost(bf16, control),
+        f"{CONTROL} is helped by TIS, held-out": lost((CONTROL, "tis_token"), control),
+    }
+    return [
+        *(goal_in_points(name, of, bound=MOST_LOST, direction="at most") for name, of in harmless.items() if of),
+        *(goal_in_points(name, of, bound=LEAST_EFFECT, direction="at least") for name, of in harmful.items() if of),
+    ]
 
 
 def picture(rows: Sequence[Row], name: str) -> str:

@@ -1,11 +1,9 @@
 """Views of schedules, simulated and real, and of packing."""
 
-import statistics
 from collections.abc import Mapping, Sequence
 
-from benchmarks.harness.record_answers import Answer, Figure, first_of, goal, largest
-from benchmarks.harness.record_file import Record
-from benchmarks.harness.record_notes import Note, has_input, older_goals
+from benchmarks.harness.record_answers import Answer, goal, largest
+from benchmarks.harness.record_notes import Note
 from benchmarks.harness.record_tables import Column, Table, Value
 from benchmarks.harness.record_views.view import View, milliseconds, spread
 
@@ -127,19 +125,6 @@ def _makespans(lengths: str) -> Table:
     )
 
 
-def _worst_scheme(lengths: str) -> Figure:
-    """Largest median, over the schemes, of the relative error of the makespan in percent, from the rows."""
-
-    def value(record: Record) -> float:
-        errors: dict[str, list[float]] = {}
-        for row in record.rows:
-            if row["lengths"] == lengths:
-                errors.setdefault(str(row["scheme"]), []).append(abs(float(row["simulated_over_real"]) - 1))
-        return 100 * max(map(statistics.median, errors.values()))
-
-    return value
-
-
 PLANNER_ENGINES = View(
     question="Does the simulator of the planner's benchmark agree with two real engines under the same schedules?",
     answer=Answer(
@@ -149,10 +134,7 @@ PLANNER_ENGINES = View(
         ),
         verdict=("Within its bounds", "Not within all bounds"),
         figures={
-            lengths: first_of(
-                goal(f"makespan, {lengths} lengths: simulated against real, worst scheme's median", scale=100.0),
-                _worst_scheme(lengths),
-            )
+            lengths: goal(f"makespan, {lengths} lengths: simulated against real, worst scheme's median", scale=100.0)
             for lengths in ("recorded", "drawn")
         },
     ),
@@ -160,10 +142,6 @@ PLANNER_ENGINES = View(
     notes=(
         "Makespan is the time from the first admission to the end of the last training step.",
         "`recorded` lengths come from a run; `drawn` lengths are lognormal.",
-        Note(
-            text="Prompts and seed of the run were not recorded; the input's command makes such a run.",
-            about=has_input("benchmarks.planner.recorded_run", lacks="--seed"),
-        ),
         "Full engines of the fitted speed bound every simulated schedule. They do not bound the real engines, which "
         "can be faster than the fitted speed. The simulator overestimates time where responses are longer than those "
         "that its speeds were fitted to.",
@@ -174,10 +152,6 @@ PLANNER_ENGINES = View(
                 for row in record.rows
                 if row["scheme"] == "flexible"
             ),
-        ),
-        older_goals(
-            "They take the median over all schemes and repeats together; the answer judges each scheme alone.",
-            "makespan, recorded lengths: simulated against real",
         ),
     ),
 )

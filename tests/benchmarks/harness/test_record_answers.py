@@ -121,17 +121,6 @@ def test_the_answer_of_drafting_names_the_best_setting_of_the_peer() -> None:
     assert "reaches 5 tokens per forward, Arctic at its best setting 4.5;" in answered("drafting", record_of(rows))
 
 
-def test_the_answer_of_the_simulator_judges_the_worst_scheme() -> None:
-    rows: list[Row] = [
-        {"lengths": lengths, "scheme": scheme, "simulated_over_real": ratio}
-        for lengths, worst in (("recorded", 1.4), ("drawn", 0.8))
-        for scheme, ratios in (("static", (1.0, 1.0, 1.3)), ("flexible", (worst, worst, 1.0)))
-        for ratio in ratios
-    ]
-    old = answered("planner_engines", record_of(rows, **{"makespan, recorded lengths: simulated against real": 0.0}))
-    assert "off by 40 % on recorded lengths and 20 % on drawn lengths" in old
-
-
 def test_the_answer_of_nodes_has_a_figure_for_each_number_of_nodes() -> None:
     ratios = {("disaggregated", 2): 1.01, ("disaggregated", 4): 1.02, ("colocated", 2): 0.51, ("colocated", 4): 0.76}
     rows: list[Row] = [{"mode": mode, "nodes": nodes, "ratio": ratio} for (mode, nodes), ratio in ratios.items()]

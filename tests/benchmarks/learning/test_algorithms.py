@@ -25,8 +25,7 @@ def test_every_seed_has_each_algorithm_once_in_another_order() -> None:
 def test_an_algorithm_must_gain_in_every_seed_and_end_near_grpo() -> None:
     points = {GRPO: (40.0, 44.0), "PPO with a critic": (39.0, 42.8), "GRPO, divergence in the loss": (10.0, 14.0)}
     rows = [{"seed": seed, "case": case, "points": gain} for case, of in points.items() for seed, gain in enumerate(of)]
-    found = goals(rows)
-    assert {goal.name: (round(goal.value, 6), goal.met) for goal in found} == {
+    assert {goal.name: (round(goal.value, 6), goal.met) for goal in goals(rows)} == {
         "GRPO: gain, worst seed": (40.0, True),
         "PPO with a critic: gain, worst seed": (39.0, True),
         "GRPO, divergence in the loss: gain, worst seed": (10.0, False),
